@@ -1,0 +1,165 @@
+"""Eigenbases of covariance factors: how they are refreshed, and rotations into and out of them.
+
+A refresh is a function `refresh(factor, eigenbasis) -> Eigenbasis`. Column j of the result continues column j of the
+argument, so whatever belongs to a column stays with it; `sort_descending` reorders columns and says how.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from emopt_jax.linalg.products import frobenius_norm, largest_magnitude, product, transpose
+
+
+class Eigenbasis(NamedTuple):
+  """Orthonormal columns and their eigenvalues: factor ~ vectors diag(values) vectors^T.
+
+  Attributes:
+    vectors: `[*batch, n, n]`, one eigenvector a column.
+    values: `[*batch, n]`, not negative up to rounding; all zero before the first refresh.
+  """
+
+  vectors: Float[Array, '*batch n n']
+  values: Float[Array, '*batch n']
+
+
+class Eigenbases(NamedTuple):
+  """The eigenbases of the two sides of a matrix; `None` stands for the identity, kept for a side that is too long."""
+
+  left: Eigenbasis | None
+  right: Eigenbasis | None
+
+
+Refresh = Callable[[jax.Array, Eigenbasis], Eigenbasis]
+
+
+def qr_refresh(factor: Float[Array, '*batch n n'], eigenbasis: Eigenbasis) -> Eigenbasis:
+  """Takes one step of orthogonal iteration: Q <- QR(A Q), w = diag(Q^T A Q).
+
+  The signs of R's diagonal are made positive, so that Q moves continuously with A.
+
+  Args:
+    factor: Symmetric positive semi-definite A `[*batch, n, n]`. A zero factor keeps the basis.
+    eigenbasis: The basis to start from.
+
+  Returns:
+    The new basis, column j continuing column j.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> start = Eigenbasis(jnp.eye(2), jnp.zeros(2))
+    >>> qr_refresh(jnp.diag(jnp.array([1.0, 4.0])), start).values
+    Array([1., 4.], dtype=float32)
+
+  References:
+    Vyas et al., SOAP, arXiv 2409.11321, section 4; Golub and Van Loan, Matrix Computations, section 8.2.4.
+  """
+  scale = largest_magnitude(factor)
+  normalized = factor / scale
+  q, r = jnp.linalg.qr(product(normalized, eigenbasis.vectors))
+  signs = jnp.where(jnp.diagonal(r, axis1=-2, axis2=-1) < 0, -1, 1).astype(q.dtype)
+  q = q * signs[..., None, :]
+  zero = jnp.all(factor == 0, axis=(-2, -1), keepdims=True)
+  q = jnp.where(zero, eigenbasis.vectors, q)
+  values = jnp.sum(q * product(normalized, q), axis=-2) * scale[..., 0]
+  return Eigenbasis(q, values)
+
+
+def eigh_refresh(factor: Float[Array, '*batch n n'], eigenbasis: Eigenbasis) -> Eigenbasis:
+  """Diagonalises the factor: A = Q diag(w) Q^T.
+
+  Each new eigenvector that overlaps an old column by more than half continues it; the others fill the remaining
+  columns by falling eigenvalue.
+
+  Args:
+    factor: Symmetric positive semi-definite A `[*batch, n, n]`.
+    eigenbasis: The basis whose columns are continued.
+
+  Returns:
+    The eigenbasis of the factor; not-a-number where the factor is not finite.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> start = Eigenbasis(jnp.eye(2), jnp.zeros(2))
+    >>> eigh_refresh(jnp.diag(jnp.array([1.0, 4.0])), start).values
+    Array([1., 4.], dtype=float32)
+  """
+  scale = largest_magnitude(factor)
+  values, vectors = jnp.linalg.eigh(factor / scale)
+  values, vectors = jnp.flip(values, -1) * scale[..., 0], jnp.flip(vectors, -1)
+  order = _continuing_order(eigenbasis, vectors)
+  return Eigenbasis(jnp.take_along_axis(vectors, order[..., None, :], -1), jnp.take_along_axis(values, order, -1))
+
+
+def _continuing_order(old: Eigenbasis, vectors: jax.Array) -> Int[Array, '*batch n']:
+  """Returns which new eigenvector goes to each old column."""
+  overlap = jnp.square(product(transpose(old.vectors), vectors))
+  # At most one entry of a row and of a column exceeds 1/2, since rows and columns sum to 1.
+  follows = overlap > 0.5
+  claimed = jnp.any(follows, axis=-1)
+  taken = jnp.any(follows, axis=-2)
+  # Free columns, ranked by their own old eigenvalue, meet free eigenvectors, which are sorted already.
+  free_columns = jnp.argsort(jnp.where(claimed, jnp.inf, -old.values), axis=-1, stable=True)
+  free_vectors = jnp.argsort(taken, axis=-1, stable=True)
+  rank = jnp.argsort(free_columns, axis=-1)
+  filler = jnp.take_along_axis(free_vectors, rank, -1)
+  return jnp.where(claimed, jnp.argmax(follows, axis=-1), filler)
+
+
+def eigh_at_start(refresh: Refresh) -> Refresh:
+  """Returns a refresh that diagonalises exactly the first time, and calls `refresh` from then on.
+
+  The first time is when the eigenvalues are all zero. Where eigenvalues coincide the first basis is arbitrary, and with
+  it the first updates; the recorded SOAP of other libraries starts so.
+  """
+
+  def refresh_after_eigh(factor: jax.Array, eigenbasis: Eigenbasis) -> Eigenbasis:
+    started = jnp.any(eigenbasis.values != 0, axis=-1)
+    return jax.lax.cond(
+      jnp.all(started),
+      lambda: refresh(factor, eigenbasis),
+      lambda: select(started, refresh(factor, eigenbasis), eigh_refresh(factor, eigenbasis)),
+    )
+
+  return refresh_after_eigh
+
+
+def select(condition: jax.Array, chosen: Eigenbasis, other: Eigenbasis) -> Eigenbasis:
+  """Returns, matrix by matrix, `chosen` where the condition `[*batch]` holds and `other` elsewhere."""
+  return Eigenbasis(
+    jnp.where(condition[..., None, None], chosen.vectors, other.vectors),
+    jnp.where(condition[..., None], chosen.values, other.values),
+  )
+
+
+def sort_descending(eigenbasis: Eigenbasis) -> tuple[Eigenbasis, Int[Array, '*batch n']]:
+  """Returns the basis with its columns by falling eigenvalue, and the old index of each new column."""
+  order = jnp.argsort(-eigenbasis.values, axis=-1, stable=True)
+  vectors = jnp.take_along_axis(eigenbasis.vectors, order[..., None, :], axis=-1)
+  return Eigenbasis(vectors, jnp.take_along_axis(eigenbasis.values, order, axis=-1)), order
+
+
+def rotate(x: Float[Array, '*batch m n'], bases: Eigenbases) -> Float[Array, '*batch m n']:
+  """Returns Q_L^T X Q_R with entries below the rounding error of the rotation, 4 eps |X|_F, set to zero.
+
+  Without that, the null space of a low-rank X holds noise that an elementwise optimizer divides by its own size.
+  """
+  rotated = x
+  if bases.left is not None:
+    rotated = product(transpose(bases.left.vectors), rotated)
+  if bases.right is not None:
+    rotated = product(rotated, bases.right.vectors)
+  noise = 4 * jnp.finfo(x.dtype).eps * frobenius_norm(x)
+  return jnp.where(jnp.abs(rotated) > noise, rotated, 0)
+
+
+def rotate_back(x: Float[Array, '*batch m n'], bases: Eigenbases) -> Float[Array, '*batch m n']:
+  """Returns Q_L X Q_R^T."""
+  if bases.left is not None:
+    x = product(bases.left.vectors, x)
+  if bases.right is not None:
+    x = product(x, transpose(bases.right.vectors))
+  return x

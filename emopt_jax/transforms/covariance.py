@@ -1,0 +1,222 @@
+"""The transforms that keep the two covariance factors of every matrix: L of its rows, R of its columns."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from emopt_jax.linalg.eigenbasis import Eigenbases, Eigenbasis, eigh_refresh
+from emopt_jax.linalg.factors import Factors, kl_update, kronecker_update
+from emopt_jax.linalg.products import all_finite, frobenius_norm, root_mean_square
+from emopt_jax.matrices import Axes, stack_shapes, to_stacks
+from emopt_jax.transforms.hyperparameters import check_at_least_one, check_decay
+from emopt_jax.transforms.momentum import keyed_by_path
+
+Decay = ArrayLike | Callable[[jax.Array], jax.Array]
+Start = Callable[[jax.Array, Factors], tuple[jax.Array, jax.Array]]
+
+
+class CovarianceState(NamedTuple):
+  """State of `kronecker_covariance` and `kl_covariance`.
+
+  Attributes:
+    count: Number of updates, int32.
+    factors: Per path, the `Factors` of the stack, in float32 or wider.
+    skipped: Per path, how many gradients of each matrix were not finite, int32 `[batch]`.
+  """
+
+  count: jax.Array
+  factors: Any
+  skipped: Any
+
+
+def frobenius_start(gradient: jax.Array, factors: Factors) -> tuple[jax.Array, jax.Array]:
+  """Returns |G|_F^2 / m and |G|_F^2 / n, so that the first factors have the trace of G G^T but no direction."""
+  del factors
+  square = jnp.square(frobenius_norm(gradient))
+  return square / gradient.shape[-2], square / gradient.shape[-1]
+
+
+def rms_start(gradient: jax.Array, factors: Factors) -> tuple[jax.Array, jax.Array]:
+  """Returns the RMS of G twice, its square for a lone factor: L x R then has the size of the covariance of G's entries."""
+  rms = root_mean_square(gradient)
+  multiple = jnp.square(rms) if None in factors else rms
+  return multiple, multiple
+
+
+def zero_start(gradient: jax.Array, factors: Factors) -> tuple[jax.Array, jax.Array]:
+  """Returns zeros: the start of libraries that bias-correct the decay."""
+  del factors
+  zero = jnp.zeros_like(frobenius_norm(gradient))
+  return zero, zero
+
+
+def bias_corrected(decay: float) -> Callable[[jax.Array], jax.Array]:
+  """Returns the schedule 1 - (1-b) / (1-b^t) of the step t = 1, 2, ...: the average of a zero start, made unbiased."""
+  return lambda count: 1 - (1 - decay) / (1 - decay ** count.astype(jnp.float32))
+
+
+def kronecker_covariance(
+  decay: Decay = 0.95, *, start: Start = frobenius_start, max_dim: int = 8192, axes: Axes = None
+) -> optax.GradientTransformationExtraArgs:
+  """Keeps L <- b L + (1-b) G G^T and R <- b R + (1-b) G^T G and passes updates through.
+
+  Args:
+    decay: b in [0, 1), or a function of the step 1, 2, ... such as `bias_corrected(0.95)`.
+    start: Function of the first non-zero gradient `[batch, m, n]` and the untouched factors that returns the multiples
+      of the identity (each `[batch, 1, 1]`) which L and R start from.
+    max_dim: A longer side has no factor and counts as the identity: its factor would be that many numbers squared.
+    axes: Which axes of each leaf make the matrix, as in `MatrixAxes`.
+
+  Returns:
+    An optax transformation. A gradient that is not finite leaves its factors as they were and is counted.
+
+  Raises:
+    ValueError: If decay is out of range or max_dim below 1; at init, if a leaf is no matrix.
+
+  Example:
+    >>> transform = kronecker_covariance(0.5)
+    >>> gradient = {'kernel': jnp.ones((2, 4))}
+    >>> _, state = transform.update(gradient, transform.init(gradient))
+    >>> state.factors['kernel'].left[0]
+    Array([[4., 2.],
+           [2., 4.]], dtype=float32)
+
+  References:
+    Gupta et al., Shampoo, arXiv 1802.09568; Vyas et al., SOAP, arXiv 2409.11321.
+  """
+
+  def advance(factors, gradient, bases, decay):
+    del bases
+    return kronecker_update(factors, gradient, decay=decay)
+
+  return _covariance(advance, decay, start=start, max_dim=max_dim, axes=axes)
+
+
+def kl_covariance(
+  decay: Decay = 0.95, *, start: Start = rms_start, max_dim: int = 8192, axes: Axes = None
+) -> optax.GradientTransformationExtraArgs:
+  """Keeps the factors whose Kronecker product is nearest to the gradient's covariance, and passes updates through.
+
+  L <- b L + (1-b)/n G Q_R diag(1/w_R) Q_R^T G^T, R <- b R + (1-b)/m G^T Q_L diag(1/w_L) Q_L^T G, with the bases and
+  eigenvalues from before this step.
+
+  Alone in a chain it diagonalises its factors itself, by eigh at every step. L and R are defined up to a factor c and
+  1/c, which drifts on rank-deficient gradients; when they have drifted 2^40 apart they are brought together by a power
+  of two, which changes no digit of any update.
+
+  Args:
+    decay: As in `kronecker_covariance`.
+    start: As in `kronecker_covariance`.
+    max_dim: As in `kronecker_covariance`.
+    axes: As in `kronecker_covariance`.
+
+  Returns:
+    An optax transformation, whose update takes the keyword `eigenbasis`: a dict of `Eigenbases` by path.
+
+  Raises:
+    ValueError: As in `kronecker_covariance`.
+
+  Example:
+    >>> transform = kl_covariance(0.9)
+    >>> gradient = {'kernel': 2 * jnp.eye(2)}
+    >>> _, state = transform.update(gradient, transform.init(gradient))
+    >>> state.factors['kernel'].left[0].round(3)
+    Array([[1.414, 0.   ],
+           [0.   , 1.414]], dtype=float32)
+
+  References:
+    Lin et al., KL-Shampoo, arXiv 2509.03378.
+  """
+  return _covariance(_advance_kl, decay, start=start, max_dim=max_dim, axes=axes)
+
+
+def _covariance(advance, decay: Decay, *, start: Start, max_dim: int, axes: Axes):
+  if not callable(decay):
+    check_decay('decay', decay)
+  check_at_least_one('max_dim', max_dim)
+
+  def init(params):
+    shapes = stack_shapes(params, axes)
+
+    def zeros(shape: jax.ShapeDtypeStruct, axis: int):
+      batch, size = shape.shape[0], shape.shape[axis]
+      return None if size > max_dim else jnp.zeros((batch, size, size), shape.dtype)
+
+    factors = {path: Factors(zeros(shape, 1), zeros(shape, 2)) for path, shape in shapes.items()}
+    skipped = {path: jnp.zeros(shape.shape[:1], jnp.int32) for path, shape in shapes.items()}
+    return CovarianceState(jnp.zeros((), jnp.int32), keyed_by_path(factors), keyed_by_path(skipped))
+
+  def update(updates, state, params=None, *, eigenbasis=None, **extra_args):
+    del params, extra_args
+    count = jnp.asarray(optax.safe_increment(state.count))
+    current_decay = jnp.asarray(decay(count) if callable(decay) else decay)
+    factors, skipped = {}, {}
+    for path, gradient in to_stacks(updates, axes).items():
+      finite = all_finite(gradient)
+      clean = jnp.where(finite[:, None, None], gradient, 0)
+      old = _started(state.factors[path], clean, start)
+      bases = None if eigenbasis is None else eigenbasis[path]
+      new = advance(old, clean, bases, current_decay.astype(clean.dtype))
+      factors[path] = jax.tree.map(functools.partial(jnp.where, finite[:, None, None]), new, state.factors[path])
+      skipped[path] = state.skipped[path] + ~finite
+    return updates, CovarianceState(count, keyed_by_path(factors), keyed_by_path(skipped))
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _started(factors: Factors, gradient: jax.Array, start: Start) -> Factors:
+  """Returns the factors, or a multiple of the identity for those that have seen no gradient and are still zero."""
+
+  def started(factor: jax.Array | None, multiple: jax.Array) -> jax.Array | None:
+    if factor is None:
+      return None
+    untouched = jnp.trace(factor, axis1=-2, axis2=-1)[:, None, None] == 0
+    return jnp.where(untouched, multiple * jnp.eye(factor.shape[-1], dtype=factor.dtype), factor)
+
+  left, right = start(gradient, factors)
+  return Factors(started(factors.left, left), started(factors.right, right))
+
+
+def _advance_kl(factors: Factors, gradient: jax.Array, bases: Eigenbases | None, decay: jax.Array) -> Factors:
+  if bases is None:
+    bases = Eigenbases(*(None if factor is None else _diagonalize(factor) for factor in factors))
+  current = Eigenbases(
+    *(
+      None if factor is None or basis is None else Eigenbasis(basis.vectors, _current_values(factor, basis))
+      for factor, basis in zip(factors, bases, strict=True)
+    )
+  )
+  return _balanced(kl_update(factors, gradient, current, decay=decay))
+
+
+def _diagonalize(factor: jax.Array) -> Eigenbasis:
+  identity = jnp.broadcast_to(jnp.eye(factor.shape[-1], dtype=factor.dtype), factor.shape)
+  return eigh_refresh(factor, Eigenbasis(identity, jnp.zeros(factor.shape[:-1], factor.dtype)))
+
+
+def _current_values(factor: jax.Array, basis: Eigenbasis) -> jax.Array:
+  """Returns the eigenvalues brought, by a power of two, to the trace of a factor that changed since the last refresh.
+
+  Right after a refresh the power is 2^0. Before the first refresh the eigenvalues are zero and the factor is a multiple
+  of the identity, whose eigenvalues its trace gives.
+  """
+  trace = jnp.trace(factor, axis1=-2, axis2=-1)[:, None]
+  total = jnp.sum(basis.values, axis=-1, keepdims=True)
+  known = (total > 0) & (trace > 0)
+  exponent = jnp.round(jnp.log2(jnp.where(known, trace, 1)) - jnp.log2(jnp.where(known, total, 1)))
+  return jnp.where(known, basis.values * jnp.exp2(exponent), trace / factor.shape[-1])
+
+
+def _balanced(factors: Factors) -> Factors:
+  left, right = factors
+  if left is None or right is None:
+    return factors
+  traces = [jnp.trace(factor, axis1=-2, axis2=-1)[:, None, None] / factor.shape[-1] for factor in (left, right)]
+  apart = jnp.where((traces[0] > 0) & (traces[1] > 0), jnp.log2(traces[0]) - jnp.log2(traces[1]), 0)
+  exponent = jnp.where(jnp.abs(apart) > 40, jnp.round(apart / 2), 0)
+  return Factors(left * jnp.exp2(-exponent), right * jnp.exp2(exponent))

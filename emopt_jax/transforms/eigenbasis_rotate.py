@@ -1,0 +1,226 @@
+"""The transform that runs any elementwise optimizer in the eigenbasis of the covariance factors."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import PyTree
+
+from emopt_jax.linalg.eigenbasis import (
+  Eigenbases,
+  Eigenbasis,
+  Refresh,
+  qr_refresh,
+  rotate,
+  rotate_back,
+  select,
+  sort_descending,
+)
+from emopt_jax.linalg.factors import Factors
+from emopt_jax.linalg.products import all_finite
+from emopt_jax.matrices import Axes, from_stacks, stack_shapes, to_stacks
+from emopt_jax.transforms.covariance import kronecker_covariance
+from emopt_jax.transforms.hyperparameters import check_at_least_one
+from emopt_jax.transforms.moments import (
+  FIRST,
+  check_moment_names,
+  keep_moments,
+  moment_stacks,
+  with_moment_stacks,
+)
+from emopt_jax.transforms.momentum import keyed_by_path
+
+
+class EigenbasisRotateState(NamedTuple):
+  """State of `eigenbasis_rotate`.
+
+  Attributes:
+    count: Number of updates, int32.
+    covariance: State of the covariance transformation.
+    eigenbasis: Per path, the `Eigenbases` of the stack.
+    rejected: Per path, how many refreshes of each matrix were not finite, int32 `[batch]`.
+    inner: State of the inner transformation, whose moments are in the eigenbasis and in float32 or wider.
+  """
+
+  count: jax.Array
+  covariance: PyTree
+  eigenbasis: Any
+  rejected: Any
+  inner: PyTree
+
+
+class _Frame(NamedTuple):
+  """What a refresh of one stack changes together: its bases and the moments that live in them."""
+
+  bases: Eigenbases
+  moments: list[jax.Array]
+  rejected: jax.Array
+
+
+def eigenbasis_rotate(
+  inner: optax.GradientTransformation,
+  *,
+  covariance: optax.GradientTransformationExtraArgs | None = None,
+  refresh: Refresh = qr_refresh,
+  refresh_every: int = 1,
+  axes: Axes = None,
+) -> optax.GradientTransformationExtraArgs:
+  """Runs an elementwise transformation in the eigenbasis of the covariance factors: Q_L f(Q_L^T G Q_R) Q_R^T.
+
+  One step: the factors take in the gradient G; the bases are refreshed from them; the inner state moves to the new
+  bases (fields named `mu` are rotated, fields named `nu` go with their columns); the rotated gradient goes to `inner`,
+  and its update is rotated back. Entries of a rotated matrix below the rounding error of the rotation are zero.
+
+  A matrix whose gradient is not finite gets a zero update, and its factors, bases and moments stay as they were. A
+  refresh that is not finite keeps the old basis.
+
+  Args:
+    inner: Elementwise optax transformation, `optax.scale_by_adam(...)` for SOAP.
+    covariance: `kronecker_covariance` or `kl_covariance` with the same axes; by default `kronecker_covariance(axes=axes)`.
+      A side for which it keeps no factor is not rotated.
+    refresh: Function `(factor, eigenbasis) -> Eigenbasis`: `qr_refresh`, `eigh_refresh` or your own.
+    refresh_every: Steps between two refreshes of a matrix, staggered over the leaves so that no step pays for all.
+    axes: Which axes of each leaf make the matrix, as in `MatrixAxes`.
+
+  Returns:
+    An optax transformation.
+
+  Raises:
+    ValueError: If refresh_every is below 1; at init, if a leaf is no matrix, if the covariance has other axes, or if
+      `inner` keeps a moment of another name.
+
+  Example:
+    >>> soap = eigenbasis_rotate(optax.scale_by_adam(b2=0.95, eps=1e-15))
+    >>> gradient = {'kernel': jnp.eye(2)}
+    >>> soap.update(gradient, soap.init(gradient))[0]['kernel'].round(3)
+    Array([[1., 0.],
+           [0., 1.]], dtype=float32)
+
+  References:
+    Vyas et al., SOAP, arXiv 2409.11321; Lin et al., KL-Shampoo, arXiv 2509.03378.
+  """
+  check_at_least_one('refresh_every', refresh_every)
+  if covariance is None:
+    covariance = kronecker_covariance(axes=axes)
+  inner_update = optax.with_extra_args_support(inner).update
+
+  def init(params):
+    shapes = stack_shapes(params, axes)
+    covariance_state: Any = covariance.init(params)
+    if shapes:
+      _check_factors(shapes, covariance_state.factors)
+    inner_state = inner.init(jax.tree.map(_widen, params))
+    check_moment_names(params, inner_state)
+    return EigenbasisRotateState(
+      jnp.zeros((), jnp.int32),
+      covariance_state,
+      keyed_by_path({path: _identity_bases(covariance_state.factors[path]) for path in shapes}),
+      keyed_by_path({path: jnp.zeros(shape.shape[:1], jnp.int32) for path, shape in shapes.items()}),
+      inner_state,
+    )
+
+  def update(updates, state, params=None, **extra_args):
+    gradients = to_stacks(updates, axes)
+    finite = {path: all_finite(gradient) for path, gradient in gradients.items()}
+    covariance_state: Any = covariance.update(updates, state.covariance, params, eigenbasis=state.eigenbasis)[1]
+
+    moments = moment_stacks(updates, state.inner, axes)
+    names = [name for name, _ in moments]
+    frames = {}
+    for index, path in enumerate(gradients):
+      before = _Frame(state.eigenbasis[path], [stacks[path] for _, stacks in moments], state.rejected[path])
+      move = functools.partial(_refreshed, refresh, names, covariance_state.factors[path], finite[path])
+      if refresh_every == 1:
+        frames[path] = move(before)
+      else:
+        due = (state.count + index) % refresh_every == 0
+        frames[path] = jax.lax.cond(due, move, lambda frame: frame, before)
+
+    moved = [{path: frame.moments[i] for path, frame in frames.items()} for i in range(len(names))]
+    inner_state = with_moment_stacks(updates, state.inner, axes, moved)
+    rotated = {
+      path: rotate(jnp.where(finite[path][:, None, None], gradient, 0), frames[path].bases)
+      for path, gradient in gradients.items()
+    }
+    wide_updates = from_stacks(rotated, jax.tree.map(_widen, updates), axes)
+    directions, new_inner_state = inner_update(wide_updates, inner_state, params, **extra_args)
+    new_inner_state = keep_moments(updates, new_inner_state, inner_state, axes, finite)
+    outputs = {
+      path: jnp.where(finite[path][:, None, None], rotate_back(direction, frames[path].bases), 0)
+      for path, direction in to_stacks(directions, axes).items()
+    }
+    return from_stacks(outputs, updates, axes), EigenbasisRotateState(
+      jnp.asarray(optax.safe_increment(state.count)),
+      covariance_state,
+      keyed_by_path({path: frame.bases for path, frame in frames.items()}),
+      keyed_by_path({path: frame.rejected for path, frame in frames.items()}),
+      new_inner_state,
+    )
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _widen(leaf):
+  """Returns the leaf in float32 or wider: moments and rotations need the digits."""
+  dtype = jnp.promote_types(leaf.dtype, jnp.float32)
+  if leaf.dtype == dtype:
+    return leaf
+  return jax.ShapeDtypeStruct(leaf.shape, dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
+
+
+def _identity_bases(factors: Factors) -> Eigenbases:
+  def identity(factor: jax.Array | None) -> Eigenbasis | None:
+    if factor is None:
+      return None
+    eye = jnp.broadcast_to(jnp.eye(factor.shape[-1], dtype=factor.dtype), factor.shape)
+    return Eigenbasis(eye, jnp.zeros(factor.shape[:-1], factor.dtype))
+
+  return Eigenbases(identity(factors.left), identity(factors.right))
+
+
+def _refreshed(refresh: Refresh, names: list[str], factors: Factors, finite: jax.Array, before: _Frame) -> _Frame:
+  """Returns the refreshed bases, columns by falling eigenvalue, and the moments moved along."""
+  sides, orders, rejected = [], [], before.rejected
+  for factor, old in zip(factors, before.bases, strict=True):
+    if factor is None or old is None:
+      sides.append(None)
+      orders.append(None)
+      continue
+    new = refresh(factor, old)
+    valid = all_finite(new.vectors) & all_finite(new.values)
+    rejected = rejected + (finite & ~valid)
+    # An old basis is sorted already, so that one which is kept keeps the order of its moments too.
+    basis, order = sort_descending(select(valid & finite, new, old))
+    sides.append(basis)
+    orders.append(order)
+  bases = Eigenbases(*sides)
+
+  def moved(name: str, moment: jax.Array) -> jax.Array:
+    if name == FIRST:
+      return jnp.where(finite[:, None, None], rotate(rotate_back(moment, before.bases), bases), moment)
+    return _permute(moment, *orders)
+
+  moments = [moved(name, moment) for name, moment in zip(names, before.moments, strict=True)]
+  return _Frame(bases, moments, rejected)
+
+
+def _permute(moment: jax.Array, rows: jax.Array | None, columns: jax.Array | None) -> jax.Array:
+  if rows is not None:
+    moment = jnp.take_along_axis(moment, rows[:, :, None], axis=1)
+  if columns is not None:
+    moment = jnp.take_along_axis(moment, columns[:, None, :], axis=2)
+  return moment
+
+
+def _check_factors(shapes: dict[str, jax.ShapeDtypeStruct], factors: dict[str, Factors]) -> None:
+  for path, shape in shapes.items():
+    sides = factors[path] if path in factors else (None, None)
+    sizes = [None if side is None else side.shape[:2] for side in sides]
+    batch, m, n = shape.shape
+    if path not in factors or sizes[0] not in (None, (batch, m)) or sizes[1] not in (None, (batch, n)):
+      raise ValueError(
+        f"leaf '{path}' is {batch} matrices of shape ({m}, {n}), for which the covariance keeps no fitting factors: "
+        'pass the same axes to eigenbasis_rotate and to its covariance'
+      )
