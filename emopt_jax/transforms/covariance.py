@@ -42,9 +42,9 @@ def frobenius_start(gradient: jax.Array, factors: Factors) -> tuple[jax.Array, j
 
 
 def rms_start(gradient: jax.Array, factors: Factors) -> tuple[jax.Array, jax.Array]:
-  """Returns the RMS of G twice, its square for a lone factor: L x R then has the size of the covariance of G's entries."""
+  """Returns the RMS of G twice, or its square for a lone factor: L x R gets the size of the covariance of G's entries."""
   rms = root_mean_square(gradient)
-  multiple = jnp.square(rms) if None in factors else rms
+  multiple = jnp.square(rms) if any(factor is None for factor in factors) else rms
   return multiple, multiple
 
 

@@ -78,8 +78,8 @@ def eigenbasis_rotate(
 
   Args:
     inner: Elementwise optax transformation, `optax.scale_by_adam(...)` for SOAP.
-    covariance: `kronecker_covariance` or `kl_covariance` with the same axes; by default `kronecker_covariance(axes=axes)`.
-      A side for which it keeps no factor is not rotated.
+    covariance: `kronecker_covariance` (the default) or `kl_covariance`, with the same axes. A side for which it keeps no
+      factor is not rotated.
     refresh: Function `(factor, eigenbasis) -> Eigenbasis`: `qr_refresh`, `eigh_refresh` or your own.
     refresh_every: Steps between two refreshes of a matrix, staggered over the leaves so that no step pays for all.
     axes: Which axes of each leaf make the matrix, as in `MatrixAxes`.
@@ -216,7 +216,7 @@ def _permute(moment: jax.Array, rows: jax.Array | None, columns: jax.Array | Non
 
 def _check_factors(shapes: dict[str, jax.ShapeDtypeStruct], factors: dict[str, Factors]) -> None:
   for path, shape in shapes.items():
-    sides = factors[path] if path in factors else (None, None)
+    sides = factors.get(path, (None, None))
     sizes = [None if side is None else side.shape[:2] for side in sides]
     batch, m, n = shape.shape
     if path not in factors or sizes[0] not in (None, (batch, m)) or sizes[1] not in (None, (batch, n)):
