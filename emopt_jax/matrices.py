@@ -42,12 +42,12 @@ Axes = MatrixAxes | None | PyTree | Callable[[Any], PyTree]
 def leaf_path(key_path: tuple[Any, ...]) -> str:
   """Returns the path of a leaf, 'block_0/attn/qkv/kernel', without the metadata boxes around the leaf.
 
-  Flax boxes (`nnx.Param`, `nn.Partitioned`) appear as an attribute `value` or an unnamed child at the end of the path,
-  at init but not always at update.
+  Flax boxes (`nnx.Param`, `nn.Partitioned`) appear as an attribute `value`, other boxes as a first unnamed child, at
+  the end of the path; at init but not always at update. Later unnamed children are no box: they keep their number.
   """
   keys = list(key_path)
   while keys and (
-    isinstance(keys[-1], jax.tree_util.FlattenedIndexKey)
+    (isinstance(keys[-1], jax.tree_util.FlattenedIndexKey) and keys[-1].key == 0)
     or (isinstance(keys[-1], jax.tree_util.GetAttrKey) and keys[-1].name in ('value', 'raw_value'))
   ):
     keys.pop()
@@ -122,9 +122,15 @@ def _matrix_leaves(tree: PyTree, axes: Axes) -> list[tuple[str, jax.Array, Matri
       'with MatrixAxes or None at its leaves'
     ) from error
   leaf_axes = jax.tree.leaves(spread, is_leaf=lambda node: isinstance(node, tuple) and len(node) == 1)
-  found = []
+  found, paths = [], set()
   for (keys, leaf), (one,) in zip(jax.tree_util.tree_leaves_with_path(tree), leaf_axes, strict=True):
     path = leaf_path(keys)
+    if path in paths:
+      raise ValueError(
+        f"leaf '{path}' of shape {leaf.shape}: another leaf has this path, by which the state is keyed; rename one of "
+        "the dict keys that hold a '/'"
+      )
+    paths.add(path)
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
       raise ValueError(
         f"leaf '{path}' of shape {leaf.shape} has dtype {leaf.dtype}: matrix optimizers take real floating leaves; "

@@ -42,7 +42,7 @@ def frobenius_start(gradient: jax.Array, factors: Factors) -> tuple[jax.Array, j
 
 
 def rms_start(gradient: jax.Array, factors: Factors) -> tuple[jax.Array, jax.Array]:
-  """Returns the RMS of G twice, or its square for a lone factor: L x R gets the size of the covariance of G's entries."""
+  """Returns the RMS of G twice, or its square for a lone factor, so that L x R has the size of G's covariance."""
   rms = root_mean_square(gradient)
   multiple = jnp.square(rms) if any(factor is None for factor in factors) else rms
   return multiple, multiple

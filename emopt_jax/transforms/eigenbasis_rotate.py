@@ -24,7 +24,7 @@ from emopt_jax.matrices import Axes, from_stacks, stack_shapes, to_stacks
 from emopt_jax.transforms.covariance import kronecker_covariance
 from emopt_jax.transforms.hyperparameters import check_at_least_one
 from emopt_jax.transforms.moments import (
-  FIRST,
+  Moments,
   check_moment_names,
   keep_moments,
   moment_stacks,
@@ -55,7 +55,7 @@ class _Frame(NamedTuple):
   """What a refresh of one stack changes together: its bases and the moments that live in them."""
 
   bases: Eigenbases
-  moments: list[jax.Array]
+  moments: Moments
   rejected: jax.Array
 
 
@@ -70,16 +70,16 @@ def eigenbasis_rotate(
   """Runs an elementwise transformation in the eigenbasis of the covariance factors: Q_L f(Q_L^T G Q_R) Q_R^T.
 
   One step: the factors take in the gradient G; the bases are refreshed from them; the inner state moves to the new
-  bases (fields named `mu` are rotated, fields named `nu` go with their columns); the rotated gradient goes to `inner`,
-  and its update is rotated back. Entries of a rotated matrix below the rounding error of the rotation are zero.
+  bases (fields named `mu` are rotated, fields named `nu` go with their columns and stay at least the square of a `mu`);
+  the rotated gradient goes to `inner`, and its update is rotated back. Entries of a rotated matrix below the rounding error of the rotation are zero.
 
   A matrix whose gradient is not finite gets a zero update, and its factors, bases and moments stay as they were. A
   refresh that is not finite keeps the old basis.
 
   Args:
     inner: Elementwise optax transformation, `optax.scale_by_adam(...)` for SOAP.
-    covariance: `kronecker_covariance` (the default) or `kl_covariance`, with the same axes. A side for which it keeps no
-      factor is not rotated.
+    covariance: `kronecker_covariance` (the default) or `kl_covariance`, with the same axes. A side for which it keeps
+      no factor is not rotated.
     refresh: Function `(factor, eigenbasis) -> Eigenbasis`: `qr_refresh`, `eigh_refresh` or your own.
     refresh_every: Steps between two refreshes of a matrix, staggered over the leaves so that no step pays for all.
     axes: Which axes of each leaf make the matrix, as in `MatrixAxes`.
@@ -127,18 +127,17 @@ def eigenbasis_rotate(
     covariance_state: Any = covariance.update(updates, state.covariance, params, eigenbasis=state.eigenbasis)[1]
 
     moments = moment_stacks(updates, state.inner, axes)
-    names = [name for name, _ in moments]
     frames = {}
     for index, path in enumerate(gradients):
-      before = _Frame(state.eigenbasis[path], [stacks[path] for _, stacks in moments], state.rejected[path])
-      move = functools.partial(_refreshed, refresh, names, covariance_state.factors[path], finite[path])
+      before = _Frame(state.eigenbasis[path], moments[path], state.rejected[path])
+      move = functools.partial(_refreshed, refresh, covariance_state.factors[path], finite[path])
       if refresh_every == 1:
         frames[path] = move(before)
       else:
         due = (state.count + index) % refresh_every == 0
         frames[path] = jax.lax.cond(due, move, lambda frame: frame, before)
 
-    moved = [{path: frame.moments[i] for path, frame in frames.items()} for i in range(len(names))]
+    moved = {path: frame.moments for path, frame in frames.items()}
     inner_state = with_moment_stacks(updates, state.inner, axes, moved)
     rotated = {
       path: rotate(jnp.where(finite[path][:, None, None], gradient, 0), frames[path].bases)
@@ -180,7 +179,7 @@ def _identity_bases(factors: Factors) -> Eigenbases:
   return Eigenbases(identity(factors.left), identity(factors.right))
 
 
-def _refreshed(refresh: Refresh, names: list[str], factors: Factors, finite: jax.Array, before: _Frame) -> _Frame:
+def _refreshed(refresh: Refresh, factors: Factors, finite: jax.Array, before: _Frame) -> _Frame:
   """Returns the refreshed bases, columns by falling eigenvalue, and the moments moved along."""
   sides, orders, rejected = [], [], before.rejected
   for factor, old in zip(factors, before.bases, strict=True):
@@ -197,13 +196,28 @@ def _refreshed(refresh: Refresh, names: list[str], factors: Factors, finite: jax
     orders.append(order)
   bases = Eigenbases(*sides)
 
-  def moved(name: str, moment: jax.Array) -> jax.Array:
-    if name == FIRST:
-      return jnp.where(finite[:, None, None], rotate(rotate_back(moment, before.bases), bases), moment)
-    return _permute(moment, *orders)
+  first = [
+    jnp.where(finite[:, None, None], rotate(rotate_back(moment, before.bases), bases), moment)
+    for moment in before.moments.first
+  ]
+  second = [_permute(moment, *orders) for moment in before.moments.second]
+  # A first moment without its second, and the reverse, moves alone: Lion has no second, RMSProp no first.
+  for i, (old, new) in enumerate(zip(before.moments.first, first, strict=False)):
+    if i < len(second):
+      second[i] = _at_least(old, before.moments.second[i], new, second[i])
+  return _Frame(bases, Moments(first, second), rejected)
 
-  moments = [moved(name, moment) for name, moment in zip(names, before.moments, strict=True)]
-  return _Frame(bases, moments, rejected)
+
+def _at_least(old_mu: jax.Array, old_nu: jax.Array, mu: jax.Array, nu: jax.Array) -> jax.Array:
+  """Returns the second moment, raised to mu^2, or to where |mu| / sqrt(nu) is its largest value before the move.
+
+  The first moment turns with the basis and the second does not, so that mu may arrive where nu has seen no gradient,
+  behind a rectified unit that was dead say; mu / (sqrt(nu) + eps) would then be as large as 1 / eps. A mean is at most
+  a root mean square, and a basis that stands still changes nothing.
+  """
+  ratio = jnp.where(old_nu > 0, jnp.square(old_mu) / jnp.where(old_nu > 0, old_nu, 1), 0)
+  largest = jnp.maximum(1, jnp.max(ratio, axis=(-2, -1), keepdims=True))
+  return jnp.maximum(nu, jnp.square(mu) / largest)
 
 
 def _permute(moment: jax.Array, rows: jax.Array | None, columns: jax.Array | None) -> jax.Array:

@@ -1,44 +1,64 @@
 """The moments inside the state of any optax transformation: its fields of the parameters' structure, by name."""
 
+import functools
+import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from emopt_jax.matrices import Axes, Stacks, from_stacks, to_stacks
+from emopt_jax.matrices import Axes, from_stacks, to_stacks
 
 FIRST, SECOND = 'mu', 'nu'
 
 
-def moment_stacks(like: PyTree, state: PyTree, axes: Axes) -> list[tuple[str, Stacks]]:
-  """Returns the name and the stacks of every moment in the state.
+class Moments(NamedTuple):
+  """The moments of one stack of matrices.
+
+  Attributes:
+    first: The fields named `mu`, each `[batch, m, n]`, in the order of the state.
+    second: The fields named `nu`, likewise.
+  """
+
+  first: list[jax.Array]
+  second: list[jax.Array]
+
+
+def moment_stacks(like: PyTree, state: PyTree, axes: Axes) -> dict[str, Moments]:
+  """Returns the moments of every stack, keyed by path.
 
   Args:
     like: Parameters or updates, whose structure and shapes tell a moment from other fields.
     state: State of an optax transformation.
     axes: Which axes of each leaf make the matrix.
-
-  Returns:
-    Pairs of the field's name, 'mu' or 'nu', and its stacks by path, in the order of the state's fields.
   """
-  found = []
-  _map_moments(lambda name, field: found.append((name, to_stacks(field, axes))) or field, like, state)
-  return found
+  found = {FIRST: [], SECOND: []}
+  _map_moments(lambda name, field: found[name].append(to_stacks(field, axes)) or field, like, state)
+  paths = to_stacks(like, axes)
+  return {path: Moments(*([stacks[path] for stacks in found[name]] for name in (FIRST, SECOND))) for path in paths}
 
 
-def with_moment_stacks(like: PyTree, state: PyTree, axes: Axes, moments: list[Stacks]) -> PyTree:
-  """Returns the state with its moments replaced, in the order of `moment_stacks`."""
-  remaining = iter(moments)
-  return _map_moments(lambda name, field: from_stacks(next(remaining), field, axes), like, state)
+def with_moment_stacks(like: PyTree, state: PyTree, axes: Axes, moments: dict[str, Moments]) -> PyTree:
+  """Returns the state with its moments replaced: the inverse of `moment_stacks`."""
+  taken = {FIRST: itertools.count(), SECOND: itertools.count()}
+
+  def replace(name: str, field: PyTree) -> PyTree:
+    index = next(taken[name])
+    side = (FIRST, SECOND).index(name)
+    return from_stacks({path: each[side][index] for path, each in moments.items()}, field, axes)
+
+  return _map_moments(replace, like, state)
 
 
 def keep_moments(like: PyTree, new: PyTree, old: PyTree, axes: Axes, changed: dict[str, jax.Array]) -> PyTree:
   """Returns the new state with the old moments of the matrices that have not `changed`, bool `[batch]` by path."""
-  kept = [
-    {path: jnp.where(changed[path][:, None, None], stack, olds[path]) for path, stack in news.items()}
-    for (_, news), (_, olds) in zip(moment_stacks(like, new, axes), moment_stacks(like, old, axes), strict=True)
-  ]
+  olds, news = moment_stacks(like, old, axes), moment_stacks(like, new, axes)
+  kept = {
+    path: jax.tree.map(functools.partial(jnp.where, changed[path][:, None, None]), news[path], olds[path])
+    for path in changed
+  }
   return with_moment_stacks(like, new, axes, kept)
 
 
