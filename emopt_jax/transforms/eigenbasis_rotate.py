@@ -70,8 +70,9 @@ def eigenbasis_rotate(
   """Runs an elementwise transformation in the eigenbasis of the covariance factors: Q_L f(Q_L^T G Q_R) Q_R^T.
 
   One step: the factors take in the gradient G; the bases are refreshed from them; the inner state moves to the new
-  bases (fields named `mu` are rotated, fields named `nu` go with their columns and stay at least the square of a `mu`);
-  the rotated gradient goes to `inner`, and its update is rotated back. Entries of a rotated matrix below the rounding error of the rotation are zero.
+  bases (fields named `mu` are rotated; fields named `nu` go with their columns and stay at least mu^2); the rotated
+  gradient goes to `inner`, and its update is rotated back. Entries of a rotated matrix below the rounding error of the
+  rotation are zero.
 
   A matrix whose gradient is not finite gets a zero update, and its factors, bases and moments stay as they were. A
   refresh that is not finite keeps the old basis.
