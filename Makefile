@@ -6,13 +6,13 @@ BIN := $(VENV)/bin
 .PHONY: train test format clean
 
 train: $(VENV)/examples.done
-	$(BIN)/python examples/train_lm.py --optimizer kl_soap --compare adamw
+	$(BIN)/python examples/train_lm.py --optimizer kl_soap --compare adamw --steps 120
 
 test: $(VENV)/test.done
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 format: $(VENV)/test.done
 	$(BIN)/ruff format .

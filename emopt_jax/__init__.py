@@ -14,6 +14,8 @@ from emopt_jax.linalg.eigenbasis import Eigenbasis as Eigenbasis
 from emopt_jax.linalg.eigenbasis import eigh_at_start as eigh_at_start
 from emopt_jax.linalg.eigenbasis import eigh_refresh as eigh_refresh
 from emopt_jax.linalg.eigenbasis import qr_refresh as qr_refresh
+from emopt_jax.linalg.eigenbasis import sort_by_magnitude as sort_by_magnitude
+from emopt_jax.linalg.eigenbasis import sort_descending as sort_descending
 from emopt_jax.linalg.factors import Factors as Factors
 from emopt_jax.linalg.polar import newton_schulz as newton_schulz
 from emopt_jax.linalg.polar import polar_svd as polar_svd
@@ -33,6 +35,7 @@ from emopt_jax.routing_table import describe_routing as describe_routing
 from emopt_jax.schedules import expert_batch_size as expert_batch_size
 from emopt_jax.schedules import scale_learning_rate as scale_learning_rate
 from emopt_jax.schedules import wsd_schedule as wsd_schedule
+from emopt_jax.transforms.adam_bound import clip_to_adam_bound as clip_to_adam_bound
 from emopt_jax.transforms.covariance import CovarianceState as CovarianceState
 from emopt_jax.transforms.covariance import bias_corrected as bias_corrected
 from emopt_jax.transforms.covariance import frobenius_start as frobenius_start

@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, PyTree
 
 from emopt_jax.linalg.eigenbasis import Eigenbasis
 from emopt_jax.linalg.products import product, root_mean_square, transpose
+from emopt_jax.matrices import leaf_path
 
 
 def orthogonality_error(x: Float[Array, '*batch m n']) -> Float[Array, '*batch']:
@@ -21,15 +22,16 @@ def orthogonality_error(x: Float[Array, '*batch m n']) -> Float[Array, '*batch']
 
 
 def update_rms(updates: PyTree) -> dict[str, jax.Array]:
-  """Returns the root mean square of every leaf, keyed by its path; AdamW's is about 0.2 times the learning rate.
+  """Returns the root mean square of every leaf that is not empty, by path; AdamW's is about 0.2 times its rate.
 
   Example:
     >>> update_rms({'kernel': -0.5 * jnp.ones((2, 3))})['kernel'].round(4)
     Array(0.5, dtype=float32)
   """
   return {
-    jax.tree_util.keystr(keys, simple=True, separator='/'): root_mean_square(leaf.reshape(1, -1))[0, 0]
+    leaf_path(keys): root_mean_square(leaf.reshape(1, -1))[0, 0]
     for keys, leaf in jax.tree_util.tree_leaves_with_path(updates)
+    if leaf.size
   }
 
 
@@ -60,7 +62,7 @@ def factor_condition(factor: Float[Array, '*batch n n']) -> Float[Array, '*batch
 
 
 def skipped_gradients(state: PyTree) -> jax.Array:
-  """Returns how many gradient matrices were not finite and skipped, summed over the state of an optimizer.
+  """Returns how many gradient matrices were not finite and skipped, summed over the transforms of an optimizer.
 
   Example:
     >>> import emopt_jax

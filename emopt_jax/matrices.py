@@ -81,6 +81,10 @@ def to_stacks(tree: PyTree, axes: Axes = None) -> Stacks:
     layout = _Layout(path, leaf.shape, leaf_axes)
     wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
     for key, stack in zip(layout.keys, layout.split(wide), strict=True):
+      if key in stacks:
+        raise ValueError(
+          f"leaf '{path}' of shape {leaf.shape}: its part '{key}' has the path of another leaf; rename that"
+        )
       stacks[key] = stack
   return stacks
 
@@ -95,6 +99,16 @@ def from_stacks(stacks: Stacks, like: PyTree, axes: Axes = None) -> PyTree:
     layout = _Layout(path, leaf.shape, leaf_axes)
     joined[path] = layout.join([stacks[key] for key in layout.keys]).astype(leaf.dtype)
   return jax.tree_util.tree_map_with_path(lambda keys, leaf: joined.get(leaf_path(keys), leaf), like)
+
+
+def check_known(stacks: Stacks, entries: dict[str, Any]) -> None:
+  """Raises a ValueError unless a state keyed by path was made for these stacks."""
+  for path, stack in stacks.items():
+    if path not in entries:
+      raise ValueError(
+        f"leaf '{path}' of shape {stack.shape[1:]}: the optimizer's state was made for other parameters, "
+        f'{sorted(entries)}; make it with init from the parameters that are updated'
+      )
 
 
 def stack_shapes(tree: PyTree, axes: Axes = None) -> dict[str, jax.ShapeDtypeStruct]:
@@ -147,7 +161,9 @@ def _check_axes(path: str, shape: tuple[int, ...], axes: MatrixAxes | None) -> M
   where = f"leaf '{path}' of shape {shape}"
   if axes is None:
     return _default_axes(where, shape)
-  inputs, outputs = (side if isinstance(side, tuple) else (side,) for side in (axes.inputs, axes.outputs))
+  if not isinstance(axes, MatrixAxes):
+    raise ValueError(f'{where}: its axes are {axes!r}; give a MatrixAxes, or None for the default')
+  inputs, outputs = (tuple(side) if isinstance(side, tuple | list) else (side,) for side in (axes.inputs, axes.outputs))
   for axis in inputs + outputs + ((axes.split[0],) if axes.split else ()):
     if not -len(shape) <= axis < len(shape):
       raise ValueError(f'{where}: axis {axis} of {axes} is out of range; use axes from 0 to {len(shape) - 1}')
@@ -157,6 +173,8 @@ def _check_axes(path: str, shape: tuple[int, ...], axes: MatrixAxes | None) -> M
   split = None
   if axes.split:
     axis, sizes = axes.split[0] % len(shape), tuple(axes.split[1])
+    if min(sizes, default=0) < 1:
+      raise ValueError(f'{where}: split sizes {sizes} must be positive')
     if sum(sizes) != shape[axis]:
       raise ValueError(
         f'{where}: split sizes {sizes} add up to {sum(sizes)}, not to the {shape[axis]} of axis {axis}; '

@@ -15,19 +15,22 @@ Rules = Sequence[tuple[str, str]]
 # Names, of one component of a path, that keep a leaf from a matrix optimizer: one row or column of these is looked up,
 # compared or scaled by itself, so that the singular values of the whole mean nothing.
 _NOT_A_MATRIX = re.compile(
-  r'embed|^w[tp]e$|^(pos|position)s?(_|$)|(^|_)head(_\d+)?$|^classifier|^logits|norm|^ln(_|\d|$)|(^|_)bias$|^scale$'
-  r'|conv|router',
+  r'(^|_)emb(_|$)|embed|^w[tp]e$|^(pos|position)s?(_|$)|_table$'
+  r'|(^|_)head(_\d+|_proj)?$|^classifier|^logits|^readout|vocab|norm|^ln(_|\d|$)|conv|router',
   re.IGNORECASE,
 )
+# Names of leaves that hold one number a feature, and look like a matrix when they are stacked over layers.
+_VECTOR = re.compile(r'(^|_)(b|bias|beta|gamma|gain|scale)$', re.IGNORECASE)
 # Names of leaves that stay matrices when they are stacked over layers or experts.
-_KERNEL = re.compile(r'(^|_)(kernel|weight|w\d?)$', re.IGNORECASE)
+_KERNEL = re.compile(r'(^|_)(kernel|weight|w\d?|proj|up|down|gate)(_|$)', re.IGNORECASE)
 
 
 def default_is_matrix(path: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
   """Returns whether a leaf belongs in a matrix optimizer, judged by its path and shape.
 
   Embeddings, heads, norms, biases, convolution filters and routers do not. Of the others, leaves of two dimensions
-  do, and leaves of more if they are named as a kernel: `[layers, in, out]`. Unit dimensions are not counted.
+  do, and leaves of more if they are named as a kernel: `[layers, in, out]`. Unit dimensions are not counted. Names can
+  mislead, a router called 'gate' or a head called 'output' say: read the table of `describe_routing`.
 
   Args:
     path: Path of the leaf, 'block_0/attn/qkv/kernel'.
@@ -46,7 +49,7 @@ def default_is_matrix(path: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> bool
   dimensions = sum(size != 1 for size in leaf.shape)
   if dimensions < 2 or not jnp.issubdtype(leaf.dtype, jnp.floating):
     return False
-  if any(_NOT_A_MATRIX.search(component) for component in components):
+  if _VECTOR.search(components[-1]) or any(_NOT_A_MATRIX.search(component) for component in components):
     return False
   return dimensions == 2 or _KERNEL.search(components[-1]) is not None
 

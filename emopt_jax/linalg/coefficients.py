@@ -14,9 +14,10 @@ class Coefficients(NamedTuple):
 
   Attributes:
     rows: The steps in order.
-    converges: Whether the last row has the fixed point 1, so that more steps repeat it; otherwise the rows start again.
-    rescales_rows: Whether the first step divides every row by the square root of its row sum of |X X^T| (AOL). This
-      bounds the singular values by 1 more tightly than the Frobenius norm, and bends the singular vectors slightly.
+    converges: Whether the last row has a fixed point near 1, so that more steps repeat it; otherwise the rows start
+      again.
+    rescales_rows: Whether every row is first divided by the square root of its row sum of |X X^T| (AOL). This bounds
+      the singular values more tightly than the Frobenius norm, and bends the singular vectors slightly.
   """
 
   rows: tuple[tuple[float, float, float], ...]
@@ -74,7 +75,7 @@ CANS = Coefficients(
     (3.2866, -2.4647, 0.5074),
     (2.2737, -1.6447, 0.4162),
   ),
-  converges=False,
+  converges=True,
 )
 
 # Boissin et al., "Turbo-Muon", arXiv 2512.04632, whose first step comes after the row rescaling.
@@ -85,7 +86,7 @@ AOL = Coefficients(
     (2.7573, -3.2939, 1.4254),
     (2.7215, -3.0494, 1.3169),
   ),
-  converges=False,
+  converges=True,
   rescales_rows=True,
 )
 
@@ -101,5 +102,5 @@ CUBIC5 = Coefficients(
     (2.4418906, -1.2764040, 0.0),
     (2.2230472, -0.9630650, 0.0),
   ),
-  converges=False,
+  converges=True,
 )

@@ -1,7 +1,7 @@
 """Eigenbases of covariance factors: how they are refreshed, and rotations into and out of them.
 
 A refresh is a function `refresh(factor, eigenbasis) -> Eigenbasis`. Column j of the result continues column j of the
-argument, so whatever belongs to a column stays with it; `sort_descending` reorders columns and says how.
+argument, so whatever belongs to a column stays with it. An arrangement reorders columns and says how.
 """
 
 from collections.abc import Callable
@@ -34,6 +34,7 @@ class Eigenbases(NamedTuple):
 
 
 Refresh = Callable[[jax.Array, Eigenbasis], Eigenbasis]
+Arrange = Callable[[Eigenbasis], tuple[Eigenbasis, jax.Array]]
 
 
 def qr_refresh(factor: Float[Array, '*batch n n'], eigenbasis: Eigenbasis) -> Eigenbasis:
@@ -71,8 +72,8 @@ def qr_refresh(factor: Float[Array, '*batch n n'], eigenbasis: Eigenbasis) -> Ei
 def eigh_refresh(factor: Float[Array, '*batch n n'], eigenbasis: Eigenbasis) -> Eigenbasis:
   """Diagonalises the factor: A = Q diag(w) Q^T.
 
-  Each new eigenvector that overlaps an old column by more than half continues it; the others fill the remaining
-  columns by falling eigenvalue.
+  The first time the columns are by falling eigenvalue. From then on an eigenvector that overlaps an old column by more
+  than half continues it, and the others fill the remaining columns by falling eigenvalue.
 
   Args:
     factor: Symmetric positive semi-definite A `[*batch, n, n]`.
@@ -85,7 +86,7 @@ def eigh_refresh(factor: Float[Array, '*batch n n'], eigenbasis: Eigenbasis) -> 
     >>> import jax.numpy as jnp
     >>> start = Eigenbasis(jnp.eye(2), jnp.zeros(2))
     >>> eigh_refresh(jnp.diag(jnp.array([1.0, 4.0])), start).values
-    Array([1., 4.], dtype=float32)
+    Array([4., 1.], dtype=float32)
   """
   scale = largest_magnitude(factor)
   values, vectors = jnp.linalg.eigh(factor / scale)
@@ -97,8 +98,10 @@ def eigh_refresh(factor: Float[Array, '*batch n n'], eigenbasis: Eigenbasis) -> 
 def _continuing_order(old: Eigenbasis, vectors: jax.Array) -> Int[Array, '*batch n']:
   """Returns which new eigenvector goes to each old column."""
   overlap = jnp.square(product(transpose(old.vectors), vectors))
-  # At most one entry of a row and of a column exceeds 1/2, since rows and columns sum to 1.
-  follows = overlap > 0.5
+  # At most one entry of a row and of a column exceeds 1/2, since rows and columns sum to 1. Before the first refresh
+  # (all eigenvalues zero) there is nothing to follow, and the order is that of falling eigenvalues.
+  started = jnp.any(old.values != 0, axis=-1)[..., None, None]
+  follows = (overlap > 0.5) & started
   claimed = jnp.any(follows, axis=-1)
   taken = jnp.any(follows, axis=-2)
   # Free columns, ranked by their own old eigenvalue, meet free eigenvectors, which are sorted already.
@@ -135,9 +138,26 @@ def select(condition: jax.Array, chosen: Eigenbasis, other: Eigenbasis) -> Eigen
   )
 
 
+def sort_by_magnitude(eigenbasis: Eigenbasis) -> tuple[Eigenbasis, Int[Array, '*batch n']]:
+  """Returns the basis with its columns by falling power of two of w_max / w, and the old index of each new column.
+
+  QR wants dominant columns first: rounding noise of a dominant direction in an earlier column grows at each step.
+  Columns within a factor of two keep their order, since a full sort is not continuous: where two eigenvalues meet to
+  rounding, it decides which column the next QR puts first, and so the next basis.
+  """
+  largest = jnp.max(eigenbasis.values, axis=-1, keepdims=True)
+  smallest = jnp.finfo(eigenbasis.values.dtype).eps * largest
+  ratio = jnp.where(largest > 0, largest / jnp.maximum(eigenbasis.values, smallest), 1)
+  return _reorder(eigenbasis, jnp.floor(jnp.log2(ratio)))
+
+
 def sort_descending(eigenbasis: Eigenbasis) -> tuple[Eigenbasis, Int[Array, '*batch n']]:
   """Returns the basis with its columns by falling eigenvalue, and the old index of each new column."""
-  order = jnp.argsort(-eigenbasis.values, axis=-1, stable=True)
+  return _reorder(eigenbasis, -eigenbasis.values)
+
+
+def _reorder(eigenbasis: Eigenbasis, keys: jax.Array) -> tuple[Eigenbasis, jax.Array]:
+  order = jnp.argsort(keys, axis=-1, stable=True)
   vectors = jnp.take_along_axis(eigenbasis.vectors, order[..., None, :], axis=-1)
   return Eigenbasis(vectors, jnp.take_along_axis(eigenbasis.values, order, axis=-1)), order
 

@@ -74,7 +74,8 @@ def _product(a: jax.Array, b: jax.Array, dtype: DTypeLike | None) -> jax.Array:
 
 def _rescale_rows(y: jax.Array) -> jax.Array:
   row_sums = jnp.sum(jnp.abs(product(y, transpose(y))), axis=-1, keepdims=True)
-  return y * jax.lax.rsqrt(jnp.where(row_sums > 0, row_sums, 1))
+  # The bound is 1, which a matrix of rank one reaches, and above 0.88 the first AOL row turns the sign round.
+  return 0.8 * y * jax.lax.rsqrt(jnp.where(row_sums > 0, row_sums, 1))
 
 
 def polar_svd(x: Float[Array, '*batch m n']) -> Float[Array, '*batch m n']:

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 from emopt_jax.linalg.coefficients import POLAR_EXPRESS
 from emopt_jax.linalg.polar import newton_schulz, polar_svd
 from emopt_jax.matrices import Axes
+from emopt_jax.transforms.hyperparameters import check_decay, check_not_negative
 from emopt_jax.transforms.momentum import momentum as average_gradients
 from emopt_jax.transforms.orthogonalize import orthogonalize
 from emopt_jax.transforms.rms_match import adam_rms, rms_match
@@ -20,7 +21,7 @@ def muon(
   *,
   momentum: ArrayLike = 0.95,
   nesterov: bool = True,
-  method: Callable[[jax.Array], jax.Array] = newton_schulz,
+  method: Callable[[jax.Array], jax.Array] | None = None,
   rms: ArrayLike = 0.2,
   weight_decay: optax.ScalarOrSchedule = 0.1,
   axes: Axes = None,
@@ -35,7 +36,7 @@ def muon(
     learning_rate: lr, a number or a schedule; one tuned for AdamW is a good start, 2 to 5 times that usually better.
     momentum: b in [0, 1).
     nesterov: Whether the update looks ahead: b M + (1-b) G.
-    method: How the polar factor is found: `newton_schulz`, `polar_svd`, or a partial of either.
+    method: How the polar factor is found: `newton_schulz` (the default), `polar_svd`, or a partial of either.
     rms: RMS of the update before the learning rate.
     weight_decay: Decoupled weight decay, a number or a schedule, multiplied by the learning rate.
     axes: Which axes of each leaf make the matrix, as in `MatrixAxes`.
@@ -55,9 +56,12 @@ def muon(
   References:
     Jordan et al., https://kellerjordan.github.io/posts/muon/; Liu et al., arXiv 2502.16982.
   """
+  check_decay('momentum', momentum)
+  check_not_negative('rms', rms)
+  check_not_negative('weight_decay', weight_decay)
   return optax.chain(
     average_gradients(momentum, nesterov=nesterov, axes=axes),
-    orthogonalize(method, axes=axes),
+    orthogonalize(newton_schulz if method is None else method, axes=axes),
     rms_match(rms, axes=axes),
     optax.add_decayed_weights(weight_decay),
     optax.scale_by_learning_rate(learning_rate),
@@ -127,6 +131,7 @@ def paper_muon(
   References:
     "SOAP, Muon, and Beyond", arXiv 2607.20548.
   """
+  check_decay('momentum', momentum)
   return muon(
     learning_rate,
     momentum=momentum,

@@ -5,6 +5,7 @@ from jax.typing import ArrayLike
 
 from emopt_jax.matrices import Axes
 from emopt_jax.transforms.covariance import kl_covariance, kronecker_covariance
+from emopt_jax.transforms.hyperparameters import check_decay, check_not_negative
 from emopt_jax.transforms.kronecker_precondition import kronecker_precondition
 from emopt_jax.transforms.momentum import momentum as average_gradients
 from emopt_jax.transforms.rms_match import rms_normalize
@@ -51,10 +52,7 @@ def shampoo(
   """
   return optax.chain(
     kronecker_precondition(kronecker_covariance(decay, axes=axes), exponent=-1 / 4, axes=axes),
-    average_gradients(momentum, nesterov=nesterov, axes=axes),
-    rms_normalize(rms, axes=axes),
-    optax.add_decayed_weights(weight_decay),
-    optax.scale_by_learning_rate(learning_rate),
+    *_averaged_step(learning_rate, momentum, nesterov, rms=rms, weight_decay=weight_decay, axes=axes),
   )
 
 
@@ -93,6 +91,23 @@ def kl_shampoo(
   """
   return optax.chain(
     kronecker_precondition(kl_covariance(decay, axes=axes), exponent=-1 / 2, axes=axes),
+    *_averaged_step(learning_rate, momentum, nesterov, rms=rms, weight_decay=weight_decay, axes=axes),
+  )
+
+
+def _averaged_step(
+  learning_rate: optax.ScalarOrSchedule,
+  momentum: ArrayLike,
+  nesterov: bool,
+  *,
+  rms: ArrayLike,
+  weight_decay: optax.ScalarOrSchedule,
+  axes: Axes,
+) -> tuple[optax.GradientTransformation, ...]:
+  check_decay('momentum', momentum)
+  check_not_negative('rms', rms)
+  check_not_negative('weight_decay', weight_decay)
+  return (
     average_gradients(momentum, nesterov=nesterov, axes=axes),
     rms_normalize(rms, axes=axes),
     optax.add_decayed_weights(weight_decay),

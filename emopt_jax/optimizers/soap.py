@@ -5,9 +5,10 @@ from jax.typing import ArrayLike
 
 from emopt_jax.linalg.eigenbasis import Refresh, qr_refresh
 from emopt_jax.matrices import Axes
+from emopt_jax.transforms.adam_bound import clip_to_adam_bound
 from emopt_jax.transforms.covariance import kl_covariance, kronecker_covariance
 from emopt_jax.transforms.eigenbasis_rotate import eigenbasis_rotate
-from emopt_jax.transforms.hyperparameters import check_decay, check_not_negative
+from emopt_jax.transforms.hyperparameters import check_not_negative
 
 
 def soap(
@@ -17,8 +18,8 @@ def soap(
   b2: ArrayLike = 0.95,
   eps: ArrayLike = 1e-15,
   decay: ArrayLike = 0.95,
-  refresh: Refresh = qr_refresh,
-  refresh_every: int = 1,
+  refresh: Refresh | None = None,
+  refresh_every: ArrayLike = 1,
   weight_decay: optax.ScalarOrSchedule = 0.1,
   axes: Axes = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -34,7 +35,7 @@ def soap(
     b2: Decay of Adam's second moment, in [0, 1).
     eps: Added to the root of the second moment. Rounding noise is masked, so it can stay below any gradient.
     decay: Decay of L and R, in [0, 1).
-    refresh: How the eigenbases follow L and R.
+    refresh: How the eigenbases follow L and R: `qr_refresh` (the default), `eigh_refresh` or your own.
     refresh_every: Steps between two refreshes of a matrix.
     weight_decay: Decoupled weight decay, a number or a schedule, multiplied by the learning rate.
     axes: Which axes of each leaf make the matrix, as in `MatrixAxes`.
@@ -58,7 +59,7 @@ def soap(
     _rotated_adam(
       kronecker_covariance(decay, axes=axes), (b1, b2, eps), refresh=refresh, refresh_every=refresh_every, axes=axes
     ),
-    optax.add_decayed_weights(weight_decay),
+    _decayed_weights(weight_decay),
     optax.scale_by_learning_rate(learning_rate),
   )
 
@@ -70,8 +71,8 @@ def kl_soap(
   b2: ArrayLike = 0.95,
   eps: ArrayLike = 1e-15,
   decay: ArrayLike = 0.95,
-  refresh: Refresh = qr_refresh,
-  refresh_every: int = 1,
+  refresh: Refresh | None = None,
+  refresh_every: ArrayLike = 1,
   weight_decay: optax.ScalarOrSchedule = 0.1,
   axes: Axes = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -104,7 +105,7 @@ def kl_soap(
     _rotated_adam(
       kl_covariance(decay, axes=axes), (b1, b2, eps), refresh=refresh, refresh_every=refresh_every, axes=axes
     ),
-    optax.add_decayed_weights(weight_decay),
+    _decayed_weights(weight_decay),
     optax.scale_by_learning_rate(learning_rate),
   )
 
@@ -135,18 +136,21 @@ def _rotated_adam(
   covariance: optax.GradientTransformationExtraArgs,
   adam: tuple[ArrayLike, ArrayLike, ArrayLike],
   *,
-  refresh: Refresh,
-  refresh_every: int,
+  refresh: Refresh | None,
+  refresh_every: ArrayLike,
   axes: Axes,
 ) -> optax.GradientTransformationExtraArgs:
   b1, b2, eps = adam
-  check_decay('b1', b1)
-  check_decay('b2', b2)
   check_not_negative('eps', eps)
   return eigenbasis_rotate(
-    optax.scale_by_adam(b1=b1, b2=b2, eps=eps),
+    optax.chain(optax.scale_by_adam(b1=b1, b2=b2, eps=eps), clip_to_adam_bound(b1, b2)),
     covariance=covariance,
-    refresh=refresh,
+    refresh=qr_refresh if refresh is None else refresh,
     refresh_every=refresh_every,
     axes=axes,
   )
+
+
+def _decayed_weights(weight_decay: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+  check_not_negative('weight_decay', weight_decay)
+  return optax.add_decayed_weights(weight_decay)

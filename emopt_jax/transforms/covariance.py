@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from emopt_jax.linalg.eigenbasis import Eigenbases, Eigenbasis, eigh_refresh
 from emopt_jax.linalg.factors import Factors, kl_update, kronecker_update
 from emopt_jax.linalg.products import all_finite, frobenius_norm, root_mean_square
-from emopt_jax.matrices import Axes, stack_shapes, to_stacks
+from emopt_jax.matrices import Axes, check_known, stack_shapes, to_stacks
 from emopt_jax.transforms.hyperparameters import check_at_least_one, check_decay
 from emopt_jax.transforms.momentum import keyed_by_path
 
@@ -73,7 +73,9 @@ def kronecker_covariance(
     axes: Which axes of each leaf make the matrix, as in `MatrixAxes`.
 
   Returns:
-    An optax transformation. A gradient that is not finite leaves its factors as they were and is counted.
+    An optax transformation. A gradient that is not finite, or whose square is not, leaves its factors as they were and
+    is counted. A zero gradient leaves them too: the factors of an idle expert would fade, and its next gradient with
+    them.
 
   Raises:
     ValueError: If decay is out of range or max_dim below 1; at init, if a leaf is no matrix.
@@ -156,13 +158,19 @@ def _covariance(advance, decay: Decay, *, start: Start, max_dim: int, axes: Axes
     count = jnp.asarray(optax.safe_increment(state.count))
     current_decay = jnp.asarray(decay(count) if callable(decay) else decay)
     factors, skipped = {}, {}
-    for path, gradient in to_stacks(updates, axes).items():
+    gradients = to_stacks(updates, axes)
+    check_known(gradients, state.skipped)
+    for path, gradient in gradients.items():
       finite = all_finite(gradient)
       clean = jnp.where(finite[:, None, None], gradient, 0)
       old = _started(state.factors[path], clean, start)
       bases = None if eigenbasis is None else eigenbasis[path]
       new = advance(old, clean, bases, current_decay.astype(clean.dtype))
-      factors[path] = jax.tree.map(functools.partial(jnp.where, finite[:, None, None]), new, state.factors[path])
+      # A gradient can be finite and its square not; a factor that was broken before is not its fault.
+      for old_factor, new_factor in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
+        finite &= all_finite(new_factor) | ~all_finite(old_factor)
+      taken = (finite & jnp.any(clean != 0, axis=(1, 2)))[:, None, None]
+      factors[path] = jax.tree.map(functools.partial(jnp.where, taken), new, state.factors[path])
       skipped[path] = state.skipped[path] + ~finite
     return updates, CovarianceState(count, keyed_by_path(factors), keyed_by_path(skipped))
 

@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from emopt_jax.linalg.eigenbasis import (
+  Arrange,
   Eigenbases,
   Eigenbasis,
   Refresh,
@@ -16,7 +18,7 @@ from emopt_jax.linalg.eigenbasis import (
   rotate,
   rotate_back,
   select,
-  sort_descending,
+  sort_by_magnitude,
 )
 from emopt_jax.linalg.factors import Factors
 from emopt_jax.linalg.products import all_finite
@@ -26,6 +28,7 @@ from emopt_jax.transforms.hyperparameters import check_at_least_one
 from emopt_jax.transforms.moments import (
   Moments,
   check_moment_names,
+  consistent_moments,
   keep_moments,
   moment_stacks,
   with_moment_stacks,
@@ -64,15 +67,16 @@ def eigenbasis_rotate(
   *,
   covariance: optax.GradientTransformationExtraArgs | None = None,
   refresh: Refresh = qr_refresh,
-  refresh_every: int = 1,
+  arrange: Arrange = sort_by_magnitude,
+  refresh_every: ArrayLike = 1,
   axes: Axes = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Runs an elementwise transformation in the eigenbasis of the covariance factors: Q_L f(Q_L^T G Q_R) Q_R^T.
 
   One step: the factors take in the gradient G; the bases are refreshed from them; the inner state moves to the new
-  bases (fields named `mu` are rotated; fields named `nu` go with their columns and stay at least mu^2); the rotated
-  gradient goes to `inner`, and its update is rotated back. Entries of a rotated matrix below the rounding error of the
-  rotation are zero.
+  bases (fields named `mu` are rotated; fields named `nu` go with their columns, and are raised where they have seen
+  nothing); the rotated gradient goes to `inner`, and its update is rotated back. Entries of a rotated matrix below the
+  rounding error of the rotation are zero.
 
   A matrix whose gradient is not finite gets a zero update, and its factors, bases and moments stay as they were. A
   refresh that is not finite keeps the old basis.
@@ -82,6 +86,8 @@ def eigenbasis_rotate(
     covariance: `kronecker_covariance` (the default) or `kl_covariance`, with the same axes. A side for which it keeps
       no factor is not rotated.
     refresh: Function `(factor, eigenbasis) -> Eigenbasis`: `qr_refresh`, `eigh_refresh` or your own.
+    arrange: Function of the refreshed `Eigenbasis` that returns it with its columns in another order, and the order:
+      `sort_by_magnitude` or `sort_descending`.
     refresh_every: Steps between two refreshes of a matrix, staggered over the leaves so that no step pays for all.
     axes: Which axes of each leaf make the matrix, as in `MatrixAxes`.
 
@@ -124,26 +130,28 @@ def eigenbasis_rotate(
 
   def update(updates, state, params=None, **extra_args):
     gradients = to_stacks(updates, axes)
-    finite = {path: all_finite(gradient) for path, gradient in gradients.items()}
     covariance_state: Any = covariance.update(updates, state.covariance, params, eigenbasis=state.eigenbasis)[1]
 
+    # The covariance knows which gradients are finite and have a finite square.
+    finite = {path: covariance_state.skipped[path] == state.covariance.skipped[path] for path in gradients}
     moments = moment_stacks(updates, state.inner, axes)
     frames = {}
     for index, path in enumerate(gradients):
       before = _Frame(state.eigenbasis[path], moments[path], state.rejected[path])
-      move = functools.partial(_refreshed, refresh, covariance_state.factors[path], finite[path])
-      if refresh_every == 1:
+      move = functools.partial(_refreshed, refresh, arrange, covariance_state.factors[path], finite[path])
+      # A traced number, as `optax.inject_hyperparams` makes of it, is not compared in Python.
+      if isinstance(refresh_every, int) and refresh_every == 1:
         frames[path] = move(before)
       else:
         due = (state.count + index) % refresh_every == 0
         frames[path] = jax.lax.cond(due, move, lambda frame: frame, before)
 
-    moved = {path: frame.moments for path, frame in frames.items()}
-    inner_state = with_moment_stacks(updates, state.inner, axes, moved)
     rotated = {
       path: rotate(jnp.where(finite[path][:, None, None], gradient, 0), frames[path].bases)
       for path, gradient in gradients.items()
     }
+    moved = {path: consistent_moments(moments[path], frame.moments, rotated[path]) for path, frame in frames.items()}
+    inner_state = with_moment_stacks(updates, state.inner, axes, moved)
     wide_updates = from_stacks(rotated, jax.tree.map(_widen, updates), axes)
     directions, new_inner_state = inner_update(wide_updates, inner_state, params, **extra_args)
     new_inner_state = keep_moments(updates, new_inner_state, inner_state, axes, finite)
@@ -180,8 +188,8 @@ def _identity_bases(factors: Factors) -> Eigenbases:
   return Eigenbases(identity(factors.left), identity(factors.right))
 
 
-def _refreshed(refresh: Refresh, factors: Factors, finite: jax.Array, before: _Frame) -> _Frame:
-  """Returns the refreshed bases, columns by falling eigenvalue, and the moments moved along."""
+def _refreshed(refresh: Refresh, arrange: Arrange, factors: Factors, finite: jax.Array, before: _Frame) -> _Frame:
+  """Returns the refreshed bases and the moments moved along."""
   sides, orders, rejected = [], [], before.rejected
   for factor, old in zip(factors, before.bases, strict=True):
     if factor is None or old is None:
@@ -191,8 +199,8 @@ def _refreshed(refresh: Refresh, factors: Factors, finite: jax.Array, before: _F
     new = refresh(factor, old)
     valid = all_finite(new.vectors) & all_finite(new.values)
     rejected = rejected + (finite & ~valid)
-    # An old basis is sorted already, so that one which is kept keeps the order of its moments too.
-    basis, order = sort_descending(select(valid & finite, new, old))
+    # An old basis is arranged already, so that one which is kept keeps the order of its moments too.
+    basis, order = arrange(select(valid & finite, new, old))
     sides.append(basis)
     orders.append(order)
   bases = Eigenbases(*sides)
@@ -202,23 +210,7 @@ def _refreshed(refresh: Refresh, factors: Factors, finite: jax.Array, before: _F
     for moment in before.moments.first
   ]
   second = [_permute(moment, *orders) for moment in before.moments.second]
-  # A first moment without its second, and the reverse, moves alone: Lion has no second, RMSProp no first.
-  for i, (old, new) in enumerate(zip(before.moments.first, first, strict=False)):
-    if i < len(second):
-      second[i] = _at_least(old, before.moments.second[i], new, second[i])
   return _Frame(bases, Moments(first, second), rejected)
-
-
-def _at_least(old_mu: jax.Array, old_nu: jax.Array, mu: jax.Array, nu: jax.Array) -> jax.Array:
-  """Returns the second moment, raised to mu^2, or to where |mu| / sqrt(nu) is its largest value before the move.
-
-  The first moment turns with the basis and the second does not, so that mu may arrive where nu has seen no gradient,
-  behind a rectified unit that was dead say; mu / (sqrt(nu) + eps) would then be as large as 1 / eps. A mean is at most
-  a root mean square, and a basis that stands still changes nothing.
-  """
-  ratio = jnp.where(old_nu > 0, jnp.square(old_mu) / jnp.where(old_nu > 0, old_nu, 1), 0)
-  largest = jnp.maximum(1, jnp.max(ratio, axis=(-2, -1), keepdims=True))
-  return jnp.maximum(nu, jnp.square(mu) / largest)
 
 
 def _permute(moment: jax.Array, rows: jax.Array | None, columns: jax.Array | None) -> jax.Array:

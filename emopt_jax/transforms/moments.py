@@ -62,6 +62,26 @@ def keep_moments(like: PyTree, new: PyTree, old: PyTree, axes: Axes, changed: di
   return with_moment_stacks(like, new, axes, kept)
 
 
+def consistent_moments(before: Moments, after: Moments, gradient: jax.Array) -> Moments:
+  """Returns the moved moments, with the second raised where the first has moved and it has seen next to nothing.
+
+  The first moment turns with the basis and the second does not, so that mu may arrive where nu is zero, behind a
+  rectified unit that was dead say; mu / (sqrt(nu) + eps) would then be as large as 1 / eps. Where the rotated gradient
+  is zero too, |mu| / sqrt(nu) is held to its largest value before the move, at least 1 (a mean is at most a root mean
+  square); elsewhere the gradient itself fills nu within the step, and the ratio is held to 1000. A basis that stands
+  still changes nothing.
+  """
+  second = list(after.second)
+  # A first moment without its second, and the reverse, moves alone: Lion has no second, RMSProp no first.
+  for i, (old_mu, old_nu, mu, nu) in enumerate(
+    zip(before.first, before.second, after.first, after.second, strict=False)
+  ):
+    ratio = jnp.where(old_nu > 0, jnp.square(old_mu) / jnp.where(old_nu > 0, old_nu, 1), 0)
+    largest = jnp.maximum(1, jnp.max(ratio, axis=(-2, -1), keepdims=True))
+    second[i] = jnp.maximum(nu, jnp.square(mu) / jnp.where(gradient == 0, largest, jnp.maximum(largest, 1e6)))
+  return Moments(after.first, second)
+
+
 def check_moment_names(like: PyTree, state: PyTree) -> None:
   """Raises a ValueError if the state has a moment that is neither a first nor a second one by its name."""
 

@@ -8,7 +8,7 @@ import optax
 from jax.typing import ArrayLike
 
 from emopt_jax.linalg.products import all_finite
-from emopt_jax.matrices import Axes, from_stacks, stack_shapes, to_stacks
+from emopt_jax.matrices import Axes, check_known, from_stacks, stack_shapes, to_stacks
 from emopt_jax.transforms.hyperparameters import check_decay
 
 
@@ -56,7 +56,9 @@ def momentum(decay: ArrayLike = 0.95, *, nesterov: bool = True, axes: Axes = Non
 
   def update(updates, state, params=None):
     del params
-    gradients, averages = to_stacks(updates, axes), to_stacks(state.mu, axes)
+    gradients = to_stacks(updates, axes)
+    check_known(gradients, state.skipped)
+    averages = to_stacks(state.mu, axes)
     skipped, outputs = {}, {}
     for path, gradient in gradients.items():
       finite = all_finite(gradient)

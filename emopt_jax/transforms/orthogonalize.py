@@ -8,7 +8,7 @@ import optax
 
 from emopt_jax.linalg.polar import newton_schulz
 from emopt_jax.linalg.products import all_finite
-from emopt_jax.matrices import Axes, from_stacks, to_stacks
+from emopt_jax.matrices import Axes, from_stacks, stack_shapes, to_stacks
 
 
 def orthogonalize(
@@ -27,7 +27,7 @@ def orthogonalize(
     An optax transformation.
 
   Raises:
-    ValueError: At init or update, if a leaf is no matrix.
+    ValueError: At init, if a leaf is no matrix.
 
   Example:
     >>> import optax
@@ -38,12 +38,16 @@ def orthogonalize(
     Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/.
   """
 
+  def init(params):
+    stack_shapes(params, axes)  # raises now rather than at the first update
+    return optax.EmptyState()
+
   def update(updates, state, params=None):
     del params
     stacks = to_stacks(updates, axes)
     return from_stacks({path: _orthogonalize(method, stack) for path, stack in stacks.items()}, updates, axes), state
 
-  return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+  return optax.GradientTransformation(init, update)
 
 
 def _orthogonalize(method: Callable[[jax.Array], jax.Array], stack: jax.Array) -> jax.Array:

@@ -8,7 +8,8 @@ import optax
 from jax.typing import ArrayLike
 
 from emopt_jax.linalg.products import root_mean_square
-from emopt_jax.matrices import Axes, from_stacks, to_stacks
+from emopt_jax.matrices import Axes, from_stacks, stack_shapes, to_stacks
+from emopt_jax.transforms.hyperparameters import check_decay, check_not_negative
 
 
 def spectral(fan_in: int, fan_out: int) -> float:
@@ -28,6 +29,7 @@ def unit_rms(fan_in: int, fan_out: int) -> float:
 
 def adam_rms(b1: float) -> float:
   """Returns sqrt((1-b1)/(1+b1)), the RMS of AdamW's own update on noise: 0.229 at b1 = 0.9."""
+  check_decay('b1', b1)
   return ((1 - b1) / (1 + b1)) ** 0.5
 
 
@@ -48,7 +50,7 @@ def rms_match(
     A stateless optax transformation.
 
   Raises:
-    ValueError: At update, if a leaf is no matrix.
+    ValueError: If target is negative; at init, if a leaf is no matrix.
 
   Example:
     >>> transform = rms_match(0.2)
@@ -59,6 +61,8 @@ def rms_match(
   References:
     Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982.
   """
+
+  check_not_negative('target', target)
 
   def scale(stack: jax.Array) -> jax.Array:
     return stack * jnp.asarray(target * rule(stack.shape[1], stack.shape[2]), stack.dtype)
@@ -83,6 +87,8 @@ def rms_normalize(target: ArrayLike = 0.2, *, axes: Axes = None) -> optax.Gradie
     Array(0.5, dtype=float32)
   """
 
+  check_not_negative('target', target)
+
   def scale(stack: jax.Array) -> jax.Array:
     rms = root_mean_square(stack)
     return stack / jnp.where(rms > 0, rms, 1) * jnp.asarray(target, stack.dtype)
@@ -91,9 +97,13 @@ def rms_normalize(target: ArrayLike = 0.2, *, axes: Axes = None) -> optax.Gradie
 
 
 def _scale_matrices(scale: Callable[[jax.Array], jax.Array], axes: Axes) -> optax.GradientTransformation:
+  def init(params):
+    stack_shapes(params, axes)  # raises now rather than at the first update
+    return optax.EmptyState()
+
   def update(updates, state, params=None):
     del params
     stacks = to_stacks(updates, axes)
     return from_stacks({path: scale(stack) for path, stack in stacks.items()}, updates, axes), state
 
-  return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+  return optax.GradientTransformation(init, update)

@@ -1,0 +1,55 @@
+"""Trains the GPT of `examples/train_lm.py` with each optimizer and prints the final validation losses.
+
+    python benchmarks/train_quality.py [--seeds 0 1] [--steps 200]
+
+Every run has the same model, text, batches and schedule for its seed; AdamW gets the best of several learning rates.
+Finished runs are kept in runs/quality and not repeated; nothing else should run on the machine, as QR suffers most.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+
+TRAIN = pathlib.Path(__file__).parents[1] / 'examples' / 'train_lm.py'
+RUNS = pathlib.Path('runs', 'quality')
+CANDIDATES = [('adamw', rate) for rate in (1e-3, 3e-3, 1e-2)] + [(name, 1e-2) for name in ('muon', 'soap', 'kl_soap')]
+
+
+def train(optimizer: str, learning_rate: float, seed: int, steps: int) -> list[dict]:
+  """Returns the metrics of one run, from its folder if it is finished."""
+  out = RUNS / f'{optimizer}_{learning_rate:g}_seed{seed}_{steps}steps'
+  metrics = out / 'metrics.jsonl'
+  if not metrics.exists() or len(metrics.read_text().splitlines()) < steps:
+    options = {'optimizer': optimizer, 'learning-rate': learning_rate, 'seed': seed, 'steps': steps, 'out': out}
+    command = [sys.executable, str(TRAIN), *(f'--{name}={value}' for name, value in options.items())]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+  return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1])
+  parser.add_argument('--steps', type=int, default=200)
+  arguments = parser.parse_args()
+
+  losses, seconds = {}, {}
+  for candidate in CANDIDATES:
+    runs = [train(*candidate, seed, arguments.steps) for seed in arguments.seeds]
+    losses[candidate] = [run[-1]['val_loss'] for run in runs]
+    seconds[candidate] = statistics.median(entry['seconds'] for run in runs for entry in run)
+  best = min(statistics.mean(losses[candidate]) for candidate in losses if candidate[0] == 'adamw')
+
+  seeds = ' | '.join(f'seed {seed}' for seed in arguments.seeds)
+  print(f'| optimizer | peak learning rate | {seeds} | mean | of the best AdamW | s a step |')
+  print('| --- | ---: |' + ' ---: |' * (len(arguments.seeds) + 3))
+  for (name, rate), values in losses.items():
+    mean = statistics.mean(values)
+    cells = ' | '.join(f'{value:.3f}' for value in values)
+    print(f'| {name} | {rate:g} | {cells} | {mean:.3f} | {mean / best:.2f} | {seconds[name, rate]:.2f} |')
+
+
+if __name__ == '__main__':
+  main()
