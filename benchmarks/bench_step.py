@@ -90,7 +90,7 @@ def main() -> None:
     # Round by round, since both sides of a ratio should have met the same machine.
     ratio = statistics.median(a / b for a, b in zip(measured[1:], reference[1:], strict=True)) if reference else 1.0
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(states[name]))
-    print(f'| {name} | {1e3 * median:.1f} | {ratio:.2f} | {state_bytes / size:.1f} | {compiled[name][2]:.1f} |')
+    print(f'| {name} | {1e3 * median:.1f} | {ratio:.3f} | {state_bytes / size:.1f} | {compiled[name][2]:.1f} |')
 
 
 if __name__ == '__main__':

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from emopt_jax.linalg.products import all_finite
 from emopt_jax.matrices import Axes, check_known, from_stacks, stack_shapes, to_stacks
 from emopt_jax.transforms.hyperparameters import check_decay
 
@@ -61,8 +60,10 @@ def momentum(decay: ArrayLike = 0.95, *, nesterov: bool = True, axes: Axes = Non
     averages = to_stacks(state.mu, axes)
     skipped, outputs = {}, {}
     for path, gradient in gradients.items():
-      finite = all_finite(gradient)
-      active = (finite & jnp.any(gradient != 0, axis=(1, 2)))[:, None, None]
+      # One reduction answers both questions: a maximum with not-a-number is not-a-number, and not below infinity.
+      largest = jnp.max(jnp.abs(gradient), axis=(1, 2))
+      finite = largest < jnp.inf
+      active = (finite & (largest > 0))[:, None, None]
       b = jnp.asarray(decay, gradient.dtype)
       average = b * averages[path] + (1 - b) * gradient
       output = b * average + (1 - b) * gradient if nesterov else average
