@@ -20,11 +20,8 @@ adamw = optax.adamw(optax.linear_schedule(0.05, 0.0005, 300))
 kl_soap = emopt_jax.kl_soap(optax.linear_schedule(0.05, 0.0005, 300), weight_decay=1e-4)
 for name, optimizer in {'AdamW': adamw, 'KL-SOAP': emopt_jax.route(kl_soap, adamw)}.items():  # the bias to AdamW
   params = {'in': kernels[2], 'out': kernels[3], 'bias': jnp.zeros(64)}
-  state, update, value_and_grad = (
-    optimizer.init(params),
-    jax.jit(optimizer.update),
-    jax.jit(jax.value_and_grad(loss_of)),
-  )
+  state = optimizer.init(params)
+  update, value_and_grad = jax.jit(optimizer.update), jax.jit(jax.value_and_grad(loss_of))
   for step in range(1, 301):
     loss, gradients = value_and_grad(params)
     updates, state = update(gradients, state, params)
