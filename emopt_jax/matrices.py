@@ -101,16 +101,6 @@ def from_stacks(stacks: Stacks, like: PyTree, axes: Axes = None) -> PyTree:
   return jax.tree_util.tree_map_with_path(lambda keys, leaf: joined.get(leaf_path(keys), leaf), like)
 
 
-def check_known(stacks: Stacks, entries: dict[str, Any]) -> None:
-  """Raises a ValueError unless a state keyed by path was made for these stacks."""
-  for path, stack in stacks.items():
-    if path not in entries:
-      raise ValueError(
-        f"leaf '{path}' of shape {stack.shape[1:]}: the optimizer's state was made for other parameters, "
-        f'{sorted(entries)}; make it with init from the parameters that are updated'
-      )
-
-
 def stack_shapes(tree: PyTree, axes: Axes = None) -> dict[str, jax.ShapeDtypeStruct]:
   """Returns the shapes and dtypes that `to_stacks` would give, for arrays or `ShapeDtypeStruct`s."""
   return jax.eval_shape(lambda tree: to_stacks(tree, axes), tree)

@@ -12,9 +12,9 @@ from jax.typing import ArrayLike
 from emopt_jax.linalg.eigenbasis import Eigenbases, Eigenbasis, eigh_refresh
 from emopt_jax.linalg.factors import Factors, kl_update, kronecker_update
 from emopt_jax.linalg.products import all_finite, frobenius_norm, root_mean_square
-from emopt_jax.matrices import Axes, check_known, stack_shapes, to_stacks
+from emopt_jax.matrices import Axes, stack_shapes, to_stacks
 from emopt_jax.transforms.hyperparameters import check_at_least_one, check_decay
-from emopt_jax.transforms.momentum import keyed_by_path
+from emopt_jax.transforms.keyed_state import check_known, keyed_by_path
 
 Decay = ArrayLike | Callable[[jax.Array], jax.Array]
 Start = Callable[[jax.Array, Factors], tuple[jax.Array, jax.Array]]

@@ -25,6 +25,7 @@ from emopt_jax.linalg.products import all_finite
 from emopt_jax.matrices import Axes, from_stacks, stack_shapes, to_stacks
 from emopt_jax.transforms.covariance import kronecker_covariance
 from emopt_jax.transforms.hyperparameters import check_at_least_one
+from emopt_jax.transforms.keyed_state import keyed_by_path
 from emopt_jax.transforms.moments import (
   Moments,
   check_moment_names,
@@ -33,7 +34,6 @@ from emopt_jax.transforms.moments import (
   moment_stacks,
   with_moment_stacks,
 )
-from emopt_jax.transforms.momentum import keyed_by_path
 
 
 class EigenbasisRotateState(NamedTuple):

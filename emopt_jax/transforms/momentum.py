@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from emopt_jax.matrices import Axes, check_known, from_stacks, stack_shapes, to_stacks
+from emopt_jax.matrices import Axes, from_stacks, stack_shapes, to_stacks
 from emopt_jax.transforms.hyperparameters import check_decay
+from emopt_jax.transforms.keyed_state import check_known, keyed_by_path
 
 
 class MomentumState(NamedTuple):
@@ -74,12 +75,3 @@ def momentum(decay: ArrayLike = 0.95, *, nesterov: bool = True, axes: Axes = Non
     return from_stacks(outputs, updates, axes), MomentumState(mu, keyed_by_path(skipped))
 
   return optax.GradientTransformation(init, update)
-
-
-def keyed_by_path(entries: dict[str, Any]) -> Any:
-  """Returns the entries, or an empty array where there are none.
-
-  `optax.tree.map_params` calls init with an empty tree and takes what it returns as a prefix of the state. An empty
-  dict is no prefix of a dict with entries; an array is a prefix of anything.
-  """
-  return entries or jnp.zeros(0)

@@ -8,7 +8,8 @@ import optax
 
 from emopt_jax.linalg.polar import newton_schulz
 from emopt_jax.linalg.products import all_finite
-from emopt_jax.matrices import Axes, from_stacks, stack_shapes, to_stacks
+from emopt_jax.matrices import Axes
+from emopt_jax.transforms.stateless import stateless_on_stacks
 
 
 def orthogonalize(
@@ -38,18 +39,7 @@ def orthogonalize(
     Jordan et al., Muon, https://kellerjordan.github.io/posts/muon/.
   """
 
-  def init(params):
-    stack_shapes(params, axes)  # raises now rather than at the first update
-    return optax.EmptyState()
+  def finite_polar(stack: jax.Array) -> jax.Array:
+    return method(jnp.where(all_finite(stack)[:, None, None], stack, 0))
 
-  def update(updates, state, params=None):
-    del params
-    stacks = to_stacks(updates, axes)
-    return from_stacks({path: _orthogonalize(method, stack) for path, stack in stacks.items()}, updates, axes), state
-
-  return optax.GradientTransformation(init, update)
-
-
-def _orthogonalize(method: Callable[[jax.Array], jax.Array], stack: jax.Array) -> jax.Array:
-  finite = all_finite(stack)[:, None, None]
-  return method(jnp.where(finite, stack, 0))
+  return stateless_on_stacks(finite_polar, axes)

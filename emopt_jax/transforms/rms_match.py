@@ -8,8 +8,9 @@ import optax
 from jax.typing import ArrayLike
 
 from emopt_jax.linalg.products import root_mean_square
-from emopt_jax.matrices import Axes, from_stacks, stack_shapes, to_stacks
+from emopt_jax.matrices import Axes
 from emopt_jax.transforms.hyperparameters import check_decay, check_not_negative
+from emopt_jax.transforms.stateless import stateless_on_stacks
 
 
 def spectral(fan_in: int, fan_out: int) -> float:
@@ -67,7 +68,7 @@ def rms_match(
   def scale(stack: jax.Array) -> jax.Array:
     return stack * jnp.asarray(target * rule(stack.shape[1], stack.shape[2]), stack.dtype)
 
-  return _scale_matrices(scale, axes)
+  return stateless_on_stacks(scale, axes)
 
 
 def rms_normalize(target: ArrayLike = 0.2, *, axes: Axes = None) -> optax.GradientTransformation:
@@ -93,17 +94,4 @@ def rms_normalize(target: ArrayLike = 0.2, *, axes: Axes = None) -> optax.Gradie
     rms = root_mean_square(stack)
     return stack / jnp.where(rms > 0, rms, 1) * jnp.asarray(target, stack.dtype)
 
-  return _scale_matrices(scale, axes)
-
-
-def _scale_matrices(scale: Callable[[jax.Array], jax.Array], axes: Axes) -> optax.GradientTransformation:
-  def init(params):
-    stack_shapes(params, axes)  # raises now rather than at the first update
-    return optax.EmptyState()
-
-  def update(updates, state, params=None):
-    del params
-    stacks = to_stacks(updates, axes)
-    return from_stacks({path: scale(stack) for path, stack in stacks.items()}, updates, axes), state
-
-  return optax.GradientTransformation(init, update)
+  return stateless_on_stacks(scale, axes)
