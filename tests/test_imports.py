@@ -10,7 +10,11 @@ import emopt_jax
 ROOT = pathlib.Path(emopt_jax.__file__).parent
 LAYERS = ('linalg', 'matrices', 'transforms', 'optimizers', 'routing', 'routing_table')
 # Modules beside the layers, and the layers that each may use.
-BESIDE = {'schedules': (), 'diagnostics': ('linalg', 'matrices'), 'distributed': (*LAYERS[:3], 'distributed')}
+BESIDE = {
+  'schedules': (),
+  'diagnostics': ('linalg', 'matrices'),
+  'distributed': (*LAYERS[:3], 'routing', 'distributed'),
+}
 FILES = sorted(ROOT.rglob('*.py'))
 
 

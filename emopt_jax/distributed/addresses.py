@@ -1,0 +1,73 @@
+"""Where each matrix of a leaf lies in the stacked state of its class."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from emopt_jax.distributed.bundles import Bundle, MatrixClass
+from emopt_jax.distributed.parcels import AxisNames, Leaf, matrix_name
+from emopt_jax.distributed.plan import Plan
+
+
+class Block(NamedTuple):
+  """The matrices of a leaf that one block of its split makes, or all of them.
+
+  Attributes:
+    class_name: Class of the parcels.
+    matrix: Name of the matrix in a parcel.
+    rows: Row of the class's state for each matrix, in the order of the leaf's batch.
+    stack: Key of the stack that `to_stacks` puts the matrices in.
+    start: Where they start in that stack.
+  """
+
+  class_name: str
+  matrix: str
+  rows: np.ndarray
+  stack: str
+  start: int
+
+
+def blocks_of(plan: Plan, path: str) -> list[Block]:
+  """Returns where the matrices of a leaf are."""
+  leaf = plan.leaves[path]
+  sizes = leaf.axes.split[1] if leaf.axes.split else (1,)
+  distinct = list(dict.fromkeys(sizes))
+  blocks, seen = [], dict.fromkeys(distinct, 0)
+  for part in range(len(leaf.parts)):
+    bundle, one = next((b, c) for b in plan.bundles for c in b.classes if (path, part) in c.members)
+    rows = _rows(plan, bundle, one, leaf, part)
+    for index in range(len(one.parcel.matrices)):
+      size = sizes[len(blocks)]
+      number = distinct.index(size)
+      stack = path if number == 0 else f'{path}:{number}'
+      blocks.append(Block(one.name, matrix_name(index), rows, stack, seen[size]))
+      seen[size] += len(rows)
+  return blocks
+
+
+def _rows(plan: Plan, bundle: Bundle, one: MatrixClass, leaf: Leaf, part: int) -> np.ndarray:
+  """Returns the row of every parcel that a part of a leaf gives, over all shards of the leaf's batch."""
+  start = sum(plan.leaves[p].parts[i].batch for p, i in one.members[: one.members.index((leaf.path, part))])
+  owned = [rank * one.slots + slot for rank, count in enumerate(one.counts) for slot in range(count)]
+  of_home = np.array(owned[start : start + leaf.parts[part].batch])
+  per_home = len(one.counts) * one.slots
+  shape = [leaf.shape[i] for i in leaf.batch_axes]
+  rows = np.zeros(shape, int)
+  home_shape = [plan.mesh.shape[name] for name in bundle.home]
+  for home, position in enumerate(np.ndindex(*home_shape)):
+    coordinates = dict(zip(bundle.home, position, strict=True))
+    shard = tuple(_shard(plan, leaf, i, coordinates) for i in leaf.batch_axes)
+    rows[shard] = (home * per_home + of_home).reshape(rows[shard].shape)
+  return rows.ravel()
+
+
+def _shard(plan: Plan, leaf: Leaf, dimension: int, coordinates: dict[str, int]) -> slice:
+  """Returns the part of a dimension that lies at a position of the mesh."""
+  entry = leaf.spec[dimension] if dimension < len(leaf.spec) else None
+  names: AxisNames = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+  index = 0
+  for name in names:
+    index = index * plan.mesh.shape[name] + coordinates[name]
+  size = leaf.shape[dimension] // math.prod(plan.mesh.shape[name] for name in names)
+  return slice(index * size, (index + 1) * size)

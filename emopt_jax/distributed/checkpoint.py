@@ -1,0 +1,241 @@
+"""State as a checkpoint holds it, per matrix and without owners, and as the mesh holds it.
+
+The logical state is that of the undistributed optimizer, so that a run goes on with another number of devices, another
+plan, or without a mesh at all.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from emopt_jax.distributed.addresses import Block, blocks_of
+from emopt_jax.distributed.layerwise import LayerwiseState
+from emopt_jax.distributed.plan import Plan
+from emopt_jax.distributed.state_specs import logical_specs, parameter_of, state_specs
+from emopt_jax.matrices import from_stacks, leaf_path, to_stacks
+from emopt_jax.routing import MATRIX
+
+_MEND = 'give the plan, the parameters and the optimizer that the state was made with'
+
+
+def logical_state(state: PyTree, plan: Plan, like: PyTree) -> PyTree:
+  """Returns a state that holds a `LayerwiseState` as the state that the undistributed optimizer would have.
+
+  Args:
+    state: State of `layerwise`, alone or anywhere in a chain or a train state.
+    plan: The plan it was made by.
+    like: Abstract state of the undistributed optimizer, `jax.eval_shape(optimizer.init, params)`: the inner optimizer
+      with the plan's `axes`, and `route(inner, others)` where there are others.
+
+  Returns:
+    The state in the structure of `like`, sharded as `logical_shardings` says: no device holds all of it.
+
+  Raises:
+    ValueError: If `like` has a leaf that this state lacks.
+
+  Example:
+    >>> import emopt_jax
+    >>> from emopt_jax.distributed import layerwise, plan_layerwise
+    >>> params, optimizer = {'kernel': jnp.ones((4, 8))}, emopt_jax.muon(0.02)
+    >>> plan = plan_layerwise(params, jax.make_mesh((1,), ('data',)), 'data')
+    >>> state = layerwise(optimizer, plan).init(params)
+    >>> logical_state(state, plan, jax.eval_shape(optimizer.init, params))[0].mu['kernel'].shape
+    (4, 8)
+  """
+  leaves, structure = jax.tree.flatten(state, is_leaf=lambda node: isinstance(node, LayerwiseState))
+  targets = structure.flatten_up_to(like)
+  pairs = zip(leaves, targets, strict=True)
+  return structure.unflatten(
+    [_to_logical(leaf, plan, target) if isinstance(leaf, LayerwiseState) else leaf for leaf, target in pairs]
+  )
+
+
+def physical_state(state: PyTree, plan: Plan, like: PyTree) -> PyTree:
+  """Returns a logical state as the state of `layerwise` on a plan: the inverse of `logical_state`.
+
+  Args:
+    state: What `logical_state` returned, or the state of the undistributed optimizer.
+    plan: The plan to go on with.
+    like: Abstract state of the distributed optimizer, `jax.eval_shape(optimizer.init, params)`.
+
+  Returns:
+    The state in the structure of `like`, sharded over the owners.
+
+  Raises:
+    ValueError: If the state is of other parameters or of another optimizer.
+
+  Example:
+    >>> import emopt_jax
+    >>> from emopt_jax.distributed import layerwise, plan_layerwise
+    >>> params, inner = {'kernel': jnp.ones((4, 8))}, emopt_jax.muon(0.02)
+    >>> plan = plan_layerwise(params, jax.make_mesh((1,), ('data',)), 'data')
+    >>> like = jax.eval_shape(layerwise(inner, plan).init, params)
+    >>> state = physical_state(inner.init(params), plan, like)
+  """
+  targets, structure = jax.tree.flatten(like, is_leaf=lambda node: isinstance(node, LayerwiseState))
+  leaves = structure.flatten_up_to(state)
+  pairs = zip(leaves, targets, strict=True)
+  return structure.unflatten(
+    [_to_physical(leaf, plan, target) if isinstance(target, LayerwiseState) else leaf for leaf, target in pairs]
+  )
+
+
+def _to_logical(state: LayerwiseState, plan: Plan, like: PyTree) -> PyTree:
+  target, _, put = _matrix_part(like)
+  classes = jax.tree.map(jax.device_put, state.classes, _shardings(state_specs(state, plan).classes, plan))
+  shardings = _shardings(logical_specs(target, plan), plan)
+  return put(jax.jit(functools.partial(_gather, plan, target), out_shardings=shardings)(classes), state.others)
+
+
+def _to_physical(state: PyTree, plan: Plan, like: LayerwiseState) -> LayerwiseState:
+  matrices, others, _ = _matrix_part(state)
+  specs = state_specs(like, plan)
+  matrices = jax.tree.map(jax.device_put, matrices, _shardings(logical_specs(matrices, plan), plan))
+  deal = functools.partial(_deal, plan, like.classes)
+  classes = jax.jit(deal, out_shardings=_shardings(specs.classes, plan))(matrices)
+  placed = LayerwiseState(classes, like.others if others is None else others)
+  return jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(plan.mesh, spec)), placed, specs)
+
+
+def _gather(plan: Plan, like: PyTree, classes: dict[str, PyTree]) -> PyTree:
+  """Returns the state in the structure of the undistributed optimizer's."""
+  shapes = {leaf_path(keys): tuple(leaf.shape) for keys, leaf in jax.tree_util.tree_leaves_with_path(like)}
+  found: dict[str, Any] = {}
+  for name, tree in classes.items():
+    for keys, stacked in jax.tree_util.tree_leaves_with_path(tree):
+      counterparts = _counterparts(plan, name, leaf_path(keys), stacked.shape[1:], shapes)
+      if not counterparts:
+        found.setdefault(leaf_path(keys), stacked[0])
+      values = _spread(plan, stacked) if counterparts else stacked
+      for one in counterparts:
+        stacks = found.setdefault(one.path, {})
+        block = values[one.block.rows] if one.whole else values[one.block.rows][:, 0]
+        stacks[one.block.stack] = (
+          jnp.concatenate([stacks[one.block.stack], block]) if one.block.stack in stacks else block
+        )
+
+  def leaf_of(keys, target):
+    path = leaf_path(keys)
+    value = found.get(path)
+    if isinstance(value, dict):
+      name = str(parameter_of(path, plan))
+      whole = len(value) > 1 or tuple(next(iter(value.values())).shape) != shapes[path]
+      value = from_stacks(value, {name: target}, plan.leaves[name].axes)[name] if whole else next(iter(value.values()))
+    if value is None or value.shape != target.shape:
+      raise ValueError(f"leaf '{path}' of shape {target.shape}: the distributed state holds nothing for it; {_MEND}")
+    return value.astype(target.dtype)
+
+  return jax.tree_util.tree_map_with_path(leaf_of, like)
+
+
+def _deal(plan: Plan, like: dict[str, PyTree], matrices: PyTree) -> dict[str, PyTree]:
+  """Returns the states of all matrices, stacked by class and dealt to their owners."""
+  given = {leaf_path(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(matrices)}
+  shapes = {path: tuple(leaf.shape) for path, leaf in given.items()}
+
+  def leaf_of(name, keys, target):
+    path = leaf_path(keys)
+    counterparts = _counterparts(plan, name, path, target.shape[1:], shapes)
+    if not counterparts:
+      if path not in given or shapes[path] != tuple(target.shape[1:]):
+        raise ValueError(f"leaf '{path}' of shape {target.shape[1:]} is not in the checkpoint; {_MEND}")
+      return jnp.broadcast_to(given[path], target.shape).astype(target.dtype)
+    stacked = jnp.zeros(target.shape, target.dtype)
+    for one in counterparts:
+      if one.whole:
+        stack = to_stacks({one.parameter: given[one.path]}, plan.leaves[one.parameter].axes)[one.block.stack]
+      else:
+        stack = given[one.path][:, None]
+      values = stack[one.block.start : one.block.start + len(one.block.rows)]
+      if values.shape != (len(one.block.rows), *target.shape[1:]):
+        raise ValueError(
+          f"leaf '{one.path}' of the checkpoint has shape {shapes[one.path]}, which does not fit '{one.parameter}' of "
+          f'shape {plan.leaves[one.parameter].shape}; {_MEND}'
+        )
+      stacked = stacked.at[one.block.rows].set(values.astype(target.dtype))
+    return stacked
+
+  return {name: jax.tree_util.tree_map_with_path(functools.partial(leaf_of, name), tree) for name, tree in like.items()}
+
+
+class _Counterpart(NamedTuple):
+  """A leaf of the undistributed state, and which of its matrices are in a leaf of the distributed one.
+
+  Attributes:
+    parameter: Path of the parameter.
+    path: Path of the leaf of the undistributed state.
+    block: Where its matrices are.
+    whole: Whether the leaf has the parameter's shape; else it is a stack `[batch, ...]`.
+  """
+
+  parameter: str
+  path: str
+  block: Block
+  whole: bool
+
+
+def _counterparts(plan: Plan, class_name: str, unit_path: str, unit_shape, shapes: dict) -> list[_Counterpart]:
+  """Returns the counterparts of a leaf of a class's state; none for a leaf that belongs to no matrix, as a count."""
+  one = next(one for one in plan.classes if one.name == class_name)
+  found = []
+  for parameter in dict.fromkeys(path for path, _ in one.members):
+    for block in blocks_of(plan, parameter):
+      if block.class_name != class_name or f'/{block.matrix}/' not in f'/{unit_path}/':
+        continue
+
+      def renamed(name: str, block=block) -> str:
+        return f'/{unit_path}/'.replace(f'/{block.matrix}/', f'/{name}/')[1:-1]
+
+      matrix = one.parcel.matrices[int(block.matrix.rsplit('_', 1)[1])]
+      whole = tuple(unit_shape) == matrix and shapes.get(renamed(parameter)) == plan.leaves[parameter].shape
+      path = renamed(parameter if whole else block.stack)
+      if path not in shapes:
+        raise ValueError(
+          f"leaf '{path}', of the parameter '{parameter}' of shape {plan.leaves[parameter].shape}, is not in the "
+          f'undistributed state; {_MEND}'
+        )
+      found.append(_Counterpart(parameter, path, block, whole))
+  return found
+
+
+def _spread(plan: Plan, stacked: jax.Array) -> jax.Array:
+  """Returns a stacked leaf sharded on another dimension than the first, so that taking rows moves nothing."""
+  ranks = math.prod(plan.mesh.shape[axis] for axis in plan.axis)
+  divisible = [i for i, size in enumerate(stacked.shape) if i and size and size % ranks == 0]
+  spec = PartitionSpec(*[None] * divisible[0], plan.axis) if divisible else PartitionSpec()
+  return jax.lax.with_sharding_constraint(stacked, NamedSharding(_auto_mesh(plan), spec))
+
+
+def _shardings(specs: PyTree, plan: Plan) -> PyTree:
+  is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
+  return jax.tree.map(lambda spec: NamedSharding(_auto_mesh(plan), spec), specs, is_leaf=is_spec)
+
+
+def _auto_mesh(plan: Plan) -> Mesh:
+  """Returns the mesh with Auto axes, on which the compiler finds the way from one layout to the other."""
+  return Mesh(plan.mesh.devices, plan.mesh.axis_names)
+
+
+def _matrix_part(state: PyTree) -> tuple[PyTree, PyTree, Callable[[PyTree, PyTree], PyTree]]:
+  """Returns what an undistributed state holds for matrices and for others, and a function that puts new ones there."""
+  is_routed = lambda node: isinstance(node, optax.transforms.PartitionState)  # noqa: E731
+  leaves, structure = jax.tree.flatten(state, is_leaf=is_routed)
+  routed = [i for i, leaf in enumerate(leaves) if is_routed(leaf)]
+  if not routed:
+    return state, None, lambda matrices, others: matrices
+  index, partition = routed[0], leaves[routed[0]]
+  states = dict(partition.inner_states)
+  matrices, others = states[MATRIX].inner_state, {name: state for name, state in states.items() if name != MATRIX}
+
+  def put(new_matrices, new_others):
+    new = {name: new_others if name in others else optax.MaskedState(new_matrices) for name in states}
+    return structure.unflatten([*leaves[:index], partition._replace(inner_states=new), *leaves[index + 1 :]])
+
+  return matrices, next(iter(others.values()), None), put

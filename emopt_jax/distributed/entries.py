@@ -1,0 +1,157 @@
+"""The ways into `layerwise`: inside the caller's `shard_map`, or in plain `jit`, where it opens one of its own.
+
+Entry A, inside `shard_map`: gradients are local, of each rank's own batch, and are averaged. Entry B, plain `jit`:
+gradients are those of the whole batch. Entry C, experimental, `jit` on an Explicit mesh: gradients are unreduced, and
+are summed.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from emopt_jax.distributed.parcels import AxisNames, sharding_axes
+from emopt_jax.distributed.plan import Plan
+from emopt_jax.distributed.transport import checks_varying, varying_axes
+from emopt_jax.matrices import leaf_path
+
+
+def inside_shard_map(plan: Plan) -> bool:
+  """Returns whether the caller is inside a `shard_map` over the plan's axes, or raises where only some are."""
+  manual = jax.sharding.get_abstract_mesh().manual_axes
+  missing = [axis for axis in plan.axes if axis not in manual]
+  if manual and missing:
+    raise ValueError(
+      f"inside a shard_map that is manual over {tuple(manual)}, but the plan communicates over '{missing[0]}' too: "
+      f'give shard_map axis_names={set(plan.axes)}, or call the optimizer outside of it'
+    )
+  return bool(manual)
+
+
+def sharded_axes(plan: Plan, path: str) -> AxisNames:
+  """Returns the mesh axes that shard a leaf."""
+  leaf = plan.leaves.get(path)
+  shape, spec = (leaf.shape, leaf.spec) if leaf else plan.others[path]
+  return tuple(axis for axes in sharding_axes(path, shape, spec, plan.mesh.shape) for axis in axes)
+
+
+def data_axes(plan: Plan, path: str) -> AxisNames:
+  """Returns the data-parallel axes over which a leaf is whole, so that the ranks' gradients of it are to be reduced."""
+  sharded = sharded_axes(plan, path)
+  return tuple(axis for axis in plan.axis + plan.replicas if axis not in sharded)
+
+
+def select(plan: Plan, tree: Any, *, inside: bool, what: str) -> dict[str, jax.Array]:
+  """Returns the leaves of matrices by path, or raises for a tree of other parameters than the plan's."""
+  found = {}
+  for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    path = leaf_path(keys)
+    known = plan.leaves.get(path)
+    shape, spec = (known.shape, known.spec) if known else plan.others.get(path, (None, PartitionSpec()))
+    if shape is None:
+      raise ValueError(
+        f"leaf '{path}' of shape {leaf.shape} of the {what} is not in the plan: make the plan from these parameters"
+      )
+    expected = shard_shape(plan, path, shape, spec) if inside else shape
+    if leaf.shape != expected:
+      raise ValueError(
+        f"leaf '{path}' of the {what} has shape {leaf.shape}, the plan was made for {expected}"
+        + (f', the shard of {shape} by {spec}' if inside else '')
+        + ': make the plan from these parameters and their specs'
+      )
+    if known:
+      found[path] = leaf
+  missing = [path for path in plan.leaves if path not in found]
+  if missing:
+    raise ValueError(f"leaf '{missing[0]}' of the plan is not in the {what}: make the plan from these parameters")
+  return found
+
+
+def shard_shape(plan: Plan, path: str, shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
+  """Returns the shape of one shard of a leaf."""
+  per_dimension = sharding_axes(path, shape, spec, plan.mesh.shape)
+  return tuple(
+    size // math.prod(plan.mesh.shape[axis] for axis in axes) for size, axes in zip(shape, per_dimension, strict=True)
+  )
+
+
+def reduce_others(plan: Plan, gradients: Any, *, inside: bool) -> Any:
+  """Returns the gradients with those that are no matrices reduced over the data-parallel ranks, all of them checked."""
+
+  def reduce(keys, gradient):
+    path = leaf_path(keys)
+    if inside:
+      _check_local(plan, path, gradient)
+      axes = () if path in plan.leaves else data_axes(plan, path)
+      return lax.pmean(gradient, axes) if axes else gradient
+    if path in plan.leaves or not unreduced_axes(gradient):
+      return gradient
+    return placed(plan, gradient, plan.others[path][1])
+
+  return jax.tree_util.tree_map_with_path(reduce, gradients)
+
+
+def square_of_others(plan: Plan, gradients: Any, *, inside: bool) -> jax.Array:
+  """Returns the sum of the squares of all reduced gradients that are no matrices, over all ranks."""
+  total = jnp.zeros((), jnp.float32)
+  for keys, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+    if (path := leaf_path(keys)) not in plan.leaves:
+      square = jnp.sum(jnp.square(gradient.astype(jnp.float32)))
+      sharded = sharded_axes(plan, path) if inside else ()
+      total = total + (lax.psum(square, sharded) if sharded else square)
+  return total
+
+
+def _check_local(plan: Plan, path: str, gradient: jax.Array) -> None:
+  """Raises for a gradient inside `shard_map` that is reduced already, or varies where its parameter does not."""
+  if not checks_varying(plan.axis[0]):
+    return
+  expected, varying = data_axes(plan, path), varying_axes(gradient)
+  reduced = [axis for axis in expected if axis not in varying]
+  if reduced:
+    raise ValueError(
+      f"the gradient of leaf '{path}' of shape {gradient.shape} is reduced over '{reduced[0]}' already, and may be too "
+      'large by the number of ranks: differentiate with distributed.value_and_grad, or mark the parameters with '
+      f"jax.lax.pcast(params, '{reduced[0]}', to='varying') before jax.grad"
+    )
+  stray = sorted(varying - {*sharded_axes(plan, path), *expected})
+  if stray:
+    raise ValueError(
+      f"the gradient of leaf '{path}' of shape {gradient.shape} varies over '{stray[0]}', over which the plan holds it "
+      'replicated: name the axis in the plan (axis, replicas or specs), or reduce the gradient over it'
+    )
+
+
+def unreduced_axes(*gradients: jax.Array) -> AxisNames:
+  """Returns the axes of an Explicit mesh over which gradients still have to be summed."""
+  specs = [jax.typeof(gradient).sharding.spec for gradient in gradients]
+  return tuple(sorted({axis for spec in specs for axis in spec.unreduced}))
+
+
+def gradient_spec(spec: PartitionSpec, gradient: jax.Array) -> PartitionSpec:
+  """Returns the spec of a parameter with what its gradient still has to be summed over."""
+  unreduced = unreduced_axes(gradient)
+  return PartitionSpec(*spec, unreduced=frozenset(unreduced)) if unreduced else spec
+
+
+def placed(plan: Plan, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+  """Returns the array in the sharding that `shard_map` is told of; on an Auto mesh the compiler sees to that."""
+  if AxisType.Explicit in plan.mesh.axis_types:
+    return jax.reshard(x, NamedSharding(plan.mesh, spec))
+  return x
+
+
+def on_mesh(plan: Plan, function: Callable[..., Any], arguments: tuple, in_specs: tuple, out_specs: Any) -> Any:
+  """Returns what the function gives inside a `shard_map` over the plan's mesh.
+
+  The function gathers all that is declared replicated, so that nothing is left for `check_vma` to check, which would
+  refuse optimizers whose loops start from constants; only unreduced inputs cannot do without it.
+  """
+  is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
+  unreduced = any(getattr(spec, 'unreduced', None) for spec in jax.tree.leaves(in_specs, is_leaf=is_spec))
+  mapped = jax.shard_map(function, mesh=plan.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=unreduced)
+  return mapped(*arguments)

@@ -1,0 +1,5 @@
+"""The table that a plan prints."""
+
+
+def plan_table(plan) -> str:
+  return 'plan'
