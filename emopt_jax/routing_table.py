@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 from emopt_jax.matrices import Axes, leaf_path, stack_shapes
 from emopt_jax.routing import MATRIX, OTHER, Rules, check_rules, default_is_matrix, label, route
+from emopt_jax.text_table import text_table, thousands
 
 
 class RoutedLeaf(NamedTuple):
@@ -45,19 +46,12 @@ class RoutingTable(NamedTuple):
   def __str__(self) -> str:
     header = ('path', 'shape', 'matrices', 'optimizer', 'state bytes')
     rows = [
-      (leaf.path, str(leaf.shape), leaf.matrices, leaf.optimizer, _thousands(leaf.state_bytes)) for leaf in self.leaves
+      (leaf.path, str(leaf.shape), leaf.matrices, leaf.optimizer, thousands(leaf.state_bytes)) for leaf in self.leaves
     ]
     known = [leaf.state_bytes for leaf in self.leaves if leaf.state_bytes is not None]
     counts = ', '.join(f'{sum(leaf.optimizer == name for leaf in self.leaves)} {name}' for name in (MATRIX, OTHER))
-    rows.append((f'{len(self.leaves)} leaves', '', '', counts, _thousands(sum(known) if known else None)))
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-
-    def line(row: tuple[str, ...]) -> str:
-      cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)]
-      return '  '.join([*cells, row[-1].rjust(widths[-1])]).rstrip()
-
-    rule = '  '.join('-' * width for width in widths)
-    lines = [line(header), rule, *map(line, rows[:-1]), rule, line(rows[-1])]
+    rows.append((f'{len(self.leaves)} leaves', '', '', counts, thousands(sum(known) if known else None)))
+    lines = [text_table(header, rows, total=True)]
     lines += [f'rule matches no leaf: {pattern!r} -> {name!r}' for pattern, name in self.unused_rules]
     return '\n'.join(lines)
 
@@ -140,7 +134,3 @@ def _bytes_by_path(state: PyTree, paths: list[str]) -> dict[str, int]:
     if owners:
       sizes[max(owners, key=len)] += math.prod(array.shape) * array.dtype.itemsize
   return sizes
-
-
-def _thousands(number: int | None) -> str:
-  return '-' if number is None else f'{number:,}'

@@ -14,3 +14,12 @@ from emopt_jax.distributed.state_specs import logical_shardings as logical_shard
 from emopt_jax.distributed.state_specs import logical_specs as logical_specs
 from emopt_jax.distributed.state_specs import state_shardings as state_shardings
 from emopt_jax.distributed.state_specs import state_specs as state_specs
+from emopt_jax.distributed.tensor_parallel import cheapest as cheapest
+from emopt_jax.distributed.tensor_parallel import duplicated as duplicated
+from emopt_jax.distributed.tensor_parallel import gram as gram
+from emopt_jax.distributed.tensor_parallel import per_step as per_step
+from emopt_jax.distributed.traffic import Traffic as Traffic
+from emopt_jax.distributed.traffic import compare_traffic as compare_traffic
+from emopt_jax.distributed.traffic import traffic_in_jit as traffic_in_jit
+from emopt_jax.distributed.traffic import traffic_inside_shard_map as traffic_inside_shard_map
+from emopt_jax.distributed.traffic import traffic_on_every_rank as traffic_on_every_rank

@@ -112,7 +112,10 @@ def _gather(plan: Plan, like: PyTree, classes: dict[str, PyTree]) -> PyTree:
     for keys, stacked in jax.tree_util.tree_leaves_with_path(tree):
       counterparts = _counterparts(plan, name, leaf_path(keys), stacked.shape[1:], shapes)
       if not counterparts:
-        found.setdefault(leaf_path(keys), stacked[0])
+        # Counts are those of any matrix; a row of a rank that owns none is padding, whose counts stand still.
+        one = next(one for one in plan.classes if one.name == name)
+        owner = next(rank for rank, count in enumerate(one.counts) if count)
+        found.setdefault(leaf_path(keys), stacked[owner * one.slots])
       values = _spread(plan, stacked) if counterparts else stacked
       for one in counterparts:
         stacks = found.setdefault(one.path, {})

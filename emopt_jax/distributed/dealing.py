@@ -36,9 +36,13 @@ def deal(
     if _padding(group, counts, sizes) <= PADDING:
       groups.append(group)
       group = []
-  # What is left is too uneven: it is joined with the last groups until it is not, or until all travel together.
+  # What is left is too uneven: it is joined with earlier groups as long as that makes fewer rows of padding.
   while group and groups and _padding(group, counts, sizes) > PADDING:
-    group = groups.pop() + group
+    joined = groups[-1] + group
+    if _row_length(joined, counts, sizes) >= sum(_row_length(part, counts, sizes) for part in (groups[-1], group)):
+      break
+    groups.pop()
+    group = joined
   return counts, groups + [group] * bool(group)
 
 
@@ -51,8 +55,12 @@ def _deal_class(number: int, cost: float, loads: np.ndarray) -> tuple[int, ...]:
 
 def _padding(group: list[int], counts: list[tuple[int, ...]], sizes: list[int]) -> float:
   """Returns the share of padding in the rows of a group of classes."""
-  rows = np.sum([np.array(counts[index]) * sizes[index] for index in group], axis=0)
-  return float(1 - np.sum(rows) / (np.max(rows) * len(rows)))
+  numbers = sum(sum(counts[index]) * sizes[index] for index in group)
+  return 1 - numbers / (_row_length(group, counts, sizes) * len(counts[0]))
+
+
+def _row_length(group: list[int], counts: list[tuple[int, ...]], sizes: list[int]) -> int:
+  return int(np.max(np.sum([np.array(counts[index]) * sizes[index] for index in group], axis=0)))
 
 
 def lower_bound(units: list[int], costs: list[float], ranks: int) -> float:

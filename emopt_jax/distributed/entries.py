@@ -34,9 +34,8 @@ def inside_shard_map(plan: Plan) -> bool:
 
 def sharded_axes(plan: Plan, path: str) -> AxisNames:
   """Returns the mesh axes that shard a leaf."""
-  leaf = plan.leaves.get(path)
-  shape, spec = (leaf.shape, leaf.spec) if leaf else plan.others[path]
-  return tuple(axis for axes in sharding_axes(path, shape, spec, plan.mesh.shape) for axis in axes)
+  leaf = plan.leaves.get(path) or plan.others[path]
+  return tuple(axis for axes in sharding_axes(path, leaf.shape, leaf.spec, plan.mesh.shape) for axis in axes)
 
 
 def data_axes(plan: Plan, path: str) -> AxisNames:
@@ -50,20 +49,19 @@ def select(plan: Plan, tree: Any, *, inside: bool, what: str) -> dict[str, jax.A
   found = {}
   for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
     path = leaf_path(keys)
-    known = plan.leaves.get(path)
-    shape, spec = (known.shape, known.spec) if known else plan.others.get(path, (None, PartitionSpec()))
-    if shape is None:
+    known = plan.leaf(path)
+    if known is None:
       raise ValueError(
         f"leaf '{path}' of shape {leaf.shape} of the {what} is not in the plan: make the plan from these parameters"
       )
-    expected = shard_shape(plan, path, shape, spec) if inside else shape
+    expected = shard_shape(plan, path) if inside else known.shape
     if leaf.shape != expected:
       raise ValueError(
         f"leaf '{path}' of the {what} has shape {leaf.shape}, the plan was made for {expected}"
-        + (f', the shard of {shape} by {spec}' if inside else '')
+        + (f', the shard of {known.shape} by {known.spec}' if inside else '')
         + ': make the plan from these parameters and their specs'
       )
-    if known:
+    if path in plan.leaves:
       found[path] = leaf
   missing = [path for path in plan.leaves if path not in found]
   if missing:
@@ -71,12 +69,12 @@ def select(plan: Plan, tree: Any, *, inside: bool, what: str) -> dict[str, jax.A
   return found
 
 
-def shard_shape(plan: Plan, path: str, shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
+def shard_shape(plan: Plan, path: str) -> tuple[int, ...]:
   """Returns the shape of one shard of a leaf."""
-  per_dimension = sharding_axes(path, shape, spec, plan.mesh.shape)
-  return tuple(
-    size // math.prod(plan.mesh.shape[axis] for axis in axes) for size, axes in zip(shape, per_dimension, strict=True)
-  )
+  leaf = plan.leaves.get(path) or plan.others[path]
+  per_dimension = sharding_axes(path, leaf.shape, leaf.spec, plan.mesh.shape)
+  shards = [math.prod(plan.mesh.shape[axis] for axis in axes) for axes in per_dimension]
+  return tuple(size // number for size, number in zip(leaf.shape, shards, strict=True))
 
 
 def reduce_others(plan: Plan, gradients: Any, *, inside: bool) -> Any:
@@ -90,7 +88,7 @@ def reduce_others(plan: Plan, gradients: Any, *, inside: bool) -> Any:
       return lax.pmean(gradient, axes) if axes else gradient
     if path in plan.leaves or not unreduced_axes(gradient):
       return gradient
-    return placed(plan, gradient, plan.others[path][1])
+    return placed(plan, gradient, plan.others[path].spec)
 
   return jax.tree_util.tree_map_with_path(reduce, gradients)
 

@@ -71,9 +71,9 @@ def layerwise(
     "SOAP, Muon, and Beyond", arXiv 2607.20548, section on the layer-wise distributed optimizer.
   """
   if plan.others and others is None:
-    path, (shape, _) = next(iter(plan.others.items()))
+    path, leaf = next(iter(plan.others.items()))
     raise ValueError(
-      f"leaf '{path}' of shape {shape} is no matrix of the plan: give layerwise(..., others=optax.adamw(...))"
+      f"leaf '{path}' of shape {leaf.shape} is no matrix of the plan: give layerwise(..., others=optax.adamw(...))"
     )
   # A leaf that another optimizer has, as under `optax.partition`, is masked already.
   other_optimizer = optax.with_extra_args_support(
@@ -121,8 +121,9 @@ def layerwise(
         (gradient_specs, None if matrices is None else specs, state_specs, PartitionSpec()),
         (specs, state_specs, PartitionSpec()),
       )
-    if max_norm is not None:
-      updates = jax.tree.map(lambda g: g * scale.astype(g.dtype), updates)
+    updates = jax.tree_util.tree_map_with_path(
+      lambda keys, g: g if max_norm is None or leaf_path(keys) in new else g * scale.astype(g.dtype), updates
+    )
     rest, other_state = other_optimizer.update(updates, state.others, params, **extra_args)
     merged = jax.tree_util.tree_map_with_path(lambda keys, leaf: new.get(leaf_path(keys), leaf), rest)
     return merged, LayerwiseState(classes, other_state)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,20 @@ from emopt_jax.matrices import Axes, leaf_path, resolve_axes
 from emopt_jax.routing import default_is_matrix
 
 
+class OtherLeaf(NamedTuple):
+  """A leaf that is no matrix.
+
+  Attributes:
+    shape: Its whole shape.
+    spec: How it is sharded.
+    dtype: Its dtype.
+  """
+
+  shape: tuple[int, ...]
+  spec: PartitionSpec
+  dtype: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
   """Owners, cost and traffic of every matrix; made by `plan_layerwise`, and printed by `print`.
@@ -29,7 +43,7 @@ class Plan:
     axis: Data-parallel axes over which matrices are dealt.
     replicas: Further data-parallel axes, over which owners are repeated.
     leaves: Per path, how a leaf of matrices makes parcels.
-    others: Per path, shape and spec of every other leaf.
+    others: Per path, every other leaf.
     bundles: What travels together.
     loads: Operations per device.
     state_bytes: Bytes of optimizer state of the matrices per device, and of all matrices once; None without `inner`.
@@ -39,7 +53,7 @@ class Plan:
   axis: AxisNames
   replicas: AxisNames
   leaves: Mapping[str, Leaf]
-  others: Mapping[str, tuple[tuple[int, ...], PartitionSpec]]
+  others: Mapping[str, OtherLeaf]
   bundles: tuple[Bundle, ...]
   loads: np.ndarray
   state_bytes: tuple[int, int] | None
@@ -48,6 +62,10 @@ class Plan:
   def classes(self) -> tuple[MatrixClass, ...]:
     """All classes."""
     return tuple(one for bundle in self.bundles for one in bundle.classes)
+
+  def leaf(self, path: str) -> Leaf | OtherLeaf | None:
+    """Returns the leaf at a path, or None."""
+    return self.leaves.get(path) or self.others.get(path)
 
   @property
   def axes(self) -> AxisNames:
@@ -116,9 +134,13 @@ def plan_layerwise(
     path: make_leaf(path, by_path[path], leaf_axes, by_path_specs[path], mesh.shape)
     for path, leaf_axes in resolve_axes(matrices, axes).items()
   }
-  others = {path: (tuple(leaf.shape), by_path_specs[path]) for path, leaf in by_path.items() if path not in leaves}
-  for path, (shape, spec) in others.items():
-    sharding_axes(path, shape, spec, mesh.shape)
+  others = {
+    path: OtherLeaf(tuple(leaf.shape), by_path_specs[path], jnp.dtype(leaf.dtype))
+    for path, leaf in by_path.items()
+    if path not in leaves
+  }
+  for path, leaf in others.items():
+    sharding_axes(path, leaf.shape, leaf.spec, mesh.shape)  # raises now for a spec that does not fit
   bundles, loads = make_bundles(leaves, mesh, axis, replicas, cost)
   state_bytes = None if inner is None else _state_bytes(bundles, mesh.shape, inner)
   return Plan(mesh, axis, replicas, leaves, others, bundles, loads, state_bytes)

@@ -89,9 +89,8 @@ def _leaf_spec(path: str, shape: tuple[int, ...], plan: Plan) -> PartitionSpec:
   name = parameter_of(path, plan)
   if name is None:
     return PartitionSpec()
-  leaf = plan.leaves.get(name)
-  parameter_shape, spec = (leaf.shape, leaf.spec) if leaf else plan.others[name]
-  return spec if tuple(shape) == parameter_shape else PartitionSpec()
+  leaf = plan.leaves.get(name) or plan.others[name]
+  return leaf.spec if tuple(shape) == leaf.shape else PartitionSpec()
 
 
 def state_shardings(state: PyTree, plan: Plan) -> PyTree:
