@@ -82,7 +82,7 @@ def unpack(plan: Plan, bundle: Bundle, rows: jax.Array) -> dict[tuple[str, int],
   rows = rows.reshape(-1, bundle.length)
   parts = {}
   for one, offsets, size in zip(bundle.classes, bundle.offsets, bundle.piece_sizes, strict=True):
-    if len(set(one.counts)) == 1:
+    if len(set(one.counts)) == 1 and len(set(offsets)) == 1:
       stack = rows[:, offsets[0] : offsets[0] + one.slots * size].reshape(-1, size)
     else:
       owned = [rows[rank, offsets[rank] : offsets[rank] + n * size] for rank, n in enumerate(one.counts)]
