@@ -99,7 +99,7 @@ def layerwise(
     inside = entries.inside_shard_map(plan)
     gradients = entries.select(plan, updates, inside=inside, what='gradients')
     matrices = None if params is None else entries.select(plan, params, inside=inside, what='parameters')
-    _check_state(plan, state)
+    _check_state(plan, state, inside=inside)
     summed = plan.axis + plan.replicas if inside else entries.unreduced_axes(*gradients.values())
     updates = entries.reduce_others(plan, updates, inside=inside)
     square = entries.square_of_others(plan, updates, inside=inside)
@@ -211,13 +211,17 @@ def _is_other(plan: Plan, tree: PyTree) -> PyTree:
   return jax.tree_util.tree_map_with_path(lambda keys, _: leaf_path(keys) not in plan.leaves, tree)
 
 
-def _check_state(plan: Plan, state: LayerwiseState) -> None:
-  expected = {one.name for one in plan.classes}
-  if not isinstance(state, LayerwiseState) or set(state.classes) != expected:
-    raise ValueError(
-      f'the state has the classes {sorted(state.classes)}, the plan {sorted(expected)}: it was made by another plan; '
-      'carry it over with logical_state and physical_state'
-    )
+def _check_state(plan: Plan, state: LayerwiseState, *, inside: bool) -> None:
+  expected = {one.name: (one, bundle) for bundle in plan.bundles for one in bundle.classes}
+  mend = 'it was made by another plan; carry it over with logical_state and physical_state'
+  if set(state.classes) != set(expected):
+    raise ValueError(f'the state has the classes {sorted(state.classes)}, the plan {sorted(expected)}: {mend}')
+  for name, (one, bundle) in expected.items():
+    ranks = math.prod(plan.mesh.shape[axis] for axis in bundle.state_axes)
+    rows = one.slots * (1 if inside else ranks)
+    found = jax.tree.leaves(state.classes[name])[0].shape[0]
+    if found != rows:
+      raise ValueError(f"the state of class '{name}' has {found} rows, that of the plan {rows}: {mend}")
 
 
 def _state_specs(plan: Plan, classes: dict[str, PyTree]) -> dict[str, PyTree]:
