@@ -20,6 +20,7 @@ from emopt_jax.linalg.factors import Factors as Factors
 from emopt_jax.linalg.polar import newton_schulz as newton_schulz
 from emopt_jax.linalg.polar import polar_svd as polar_svd
 from emopt_jax.matrices import MatrixAxes as MatrixAxes
+from emopt_jax.matrices import leaf_path as leaf_path
 from emopt_jax.optimizers.muon import mop as mop
 from emopt_jax.optimizers.muon import muon as muon
 from emopt_jax.optimizers.muon import paper_muon as paper_muon

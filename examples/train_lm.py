@@ -2,6 +2,7 @@
 
   python examples/train_lm.py --optimizer kl_soap --compare adamw            # the main job: minutes on 2 CPU cores
   python examples/train_lm.py --optimizer kl_soap --compare adamw --resume   # after Ctrl-C: goes on to the same numbers
+  python examples/train_lm.py --optimizer kl_soap --mesh data=8              # over 8 devices; or data=4,model=2
 
 The text is the source of the Python standard library that runs this script, or any file or folder (`--text`).
 Needs matplotlib and rich beside the library: `pip install 'emopt_jax[examples]'`.
@@ -23,15 +24,18 @@ import zlib
 os.environ.setdefault('OPENBLAS_NUM_THREADS', '1')  # its threads beside XLA's make QR on a CPU up to 20 times slower
 
 import jax
-import jax.numpy as jnp
 import matplotlib.figure
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
+from gpt import GPT, spec_of
+from jax.sharding import NamedSharding, PartitionSpec
+from on_mesh import make_mesh, place, restore, to_checkpoint
 from rich.progress import BarColumn, Progress
 
 import emopt_jax
+from emopt_jax import distributed
 
 LEARNING_RATES = {'adamw': 3e-3, 'muon': 1e-2, 'soap': 1e-2, 'kl_soap': 1e-2, 'shampoo': 1e-2}
 
@@ -45,6 +49,7 @@ def parse_arguments():
   sizes = {'width': 128, 'layers': 4, 'heads': 4, 'context': 128, 'batch': 32, 'steps': 200}
   for name, default in (sizes | {'seed': 0, 'validate-every': 25, 'save-every': 100}).items():
     parser.add_argument(f'--{name}', type=int, default=default, help=f'(default: {default})')
+  parser.add_argument('--mesh', default='', help='axes as data=8 or data=4,model=2; on a CPU its devices are virtual')
   parser.add_argument('--compare', choices=LEARNING_RATES, help='train with this one too, on the same batches')
   parser.add_argument('--out', type=pathlib.Path, help='folder for the results (default: runs/OPTIMIZER)')
   parser.add_argument('--resume', action='store_true', help='continue the run in --out from its last checkpoint')
@@ -73,59 +78,41 @@ def load_text(args):
   return np.delete(blocks, np.s_[9::10], axis=0).ravel(), blocks[9::10].ravel()
 
 
-class Block(nnx.Module):
-  def __init__(self, args, rngs):
-    norm = functools.partial(nnx.RMSNorm, args.width, rngs=rngs)
-    linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
-    # 2 * layers branches add up in the residual stream: each starts with that share of its variance.
-    branch_end = nnx.initializers.variance_scaling(0.5 / args.layers, 'fan_in', 'truncated_normal')
-    self.heads, self.attention_norm, self.mlp_norm = args.heads, norm(), norm()
-    self.qkv = linear(args.width, 3 * args.width)
-    self.attention_out = linear(args.width, args.width, kernel_init=branch_end)
-    self.up = linear(args.width, 4 * args.width)
-    self.down = linear(4 * args.width, args.width, kernel_init=branch_end)
+def make_optimizer(name, learning_rate, params, args, mesh):
+  """Returns the optimizer without a mesh, and for a mesh the one that deals matrices to its devices and their plan."""
 
-  def __call__(self, x):
-    qkv = self.qkv(self.attention_norm(x)).reshape(*x.shape[:2], 3, self.heads, -1)
-    query, key, value = jnp.unstack(qkv, axis=2)
-    mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
-    x = x + self.attention_out(mixed.reshape(x.shape))
-    # Squared ReLU learns as well as GELU here, and spares a CPU a quarter of the step, which GELU's tanh takes.
-    return x + self.down(jnp.square(jax.nn.relu(self.up(self.mlp_norm(x)))))
-
-
-class GPT(nnx.Module):
-  def __init__(self, args, rngs):
-    self.embed = nnx.Embed(256, args.width, embedding_init=nnx.initializers.normal(0.02), rngs=rngs)
-    self.position = nnx.Embed(args.context, args.width, embedding_init=nnx.initializers.normal(0.02), rngs=rngs)
-    self.blocks = nnx.Sequential(*(Block(args, rngs) for _ in range(args.layers)))
-    self.norm = nnx.RMSNorm(args.width, rngs=rngs)
-    self.head = nnx.Linear(args.width, 256, use_bias=False, rngs=rngs)
-
-  def __call__(self, tokens):  # bytes [batch, context] -> logits of the next bytes [batch, context, 256]
-    return self.head(self.norm(self.blocks(self.embed(tokens) + self.position(jnp.arange(tokens.shape[1])))))
-
-
-def make_optimizer(name, learning_rate, params, args):
   def schedule(peak):
     warmup = -(-args.steps // 10)
     return optax.warmup_cosine_decay_schedule(peak / warmup, peak, warmup, args.steps + 1, 0.01 * peak)
 
+  def clipped(optimizer):
+    return optax.chain(optax.clip_by_global_norm(1.0), optimizer)
+
+  plan = None
+  if mesh is not None:
+    specs = jax.tree_util.tree_map_with_path(
+      lambda keys, _: spec_of(emopt_jax.leaf_path(keys)) if 'model' in mesh.shape else PartitionSpec(), params
+    )
+    plan = distributed.plan_layerwise(params, mesh, 'data', specs=specs)
   adamw = functools.partial(optax.adamw, b1=0.9, b2=0.95, weight_decay=0.1)
   if name == 'adamw':
-    optimizer = adamw(schedule(learning_rate))
-  else:
-    matrix_optimizer = getattr(emopt_jax, name)(schedule(learning_rate), weight_decay=0.1)
-    other_optimizer = adamw(schedule(args.adam_learning_rate))
-    print(emopt_jax.describe_routing(params, matrix_optimizer, other_optimizer))
-    optimizer = emopt_jax.route(matrix_optimizer, other_optimizer)
-  return optax.chain(optax.clip_by_global_norm(1.0), optimizer)
+    return clipped(adamw(schedule(learning_rate))), clipped(adamw(schedule(learning_rate))), plan
+  matrix_optimizer = getattr(emopt_jax, name)(schedule(learning_rate), weight_decay=0.1)
+  other_optimizer = adamw(schedule(args.adam_learning_rate))
+  print(emopt_jax.describe_routing(params, matrix_optimizer, other_optimizer))
+  plain = clipped(emopt_jax.route(matrix_optimizer, other_optimizer))
+  if plan is None:
+    return plain, plain, None
+  print(plan)
+  return distributed.layerwise(matrix_optimizer, plan, others=other_optimizer, max_norm=1.0), plain, plan
 
 
-def train(name, learning_rate, texts, args, out, stop_signals):
+def train(name, learning_rate, texts, mesh, args, out, stop_signals):
   """Trains to the last step or a signal; returns the metrics of each step and the trained model."""
   graph, params = nnx.split(GPT(args, nnx.Rngs(args.seed)))
-  optimizer = make_optimizer(name, learning_rate, params, args)
+  optimizer, plain, plan = make_optimizer(name, learning_rate, params, args, mesh)
+  params = place(params, plan)
+  put = functools.partial(jax.device_put, device=mesh and NamedSharding(mesh, PartitionSpec('data')))
 
   def loss_of(params, batch):
     logits = nnx.merge(graph, params)(batch[:, :-1])
@@ -138,16 +125,18 @@ def train(name, learning_rate, texts, args, out, stop_signals):
   # Saving is synchronous because the next update reuses (donates) the very buffers that are being written.
   options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
   checkpoints = ocp.CheckpointManager((out / 'checkpoints').absolute(), options=options)
-  state, metrics = {'params': params, 'opt_state': jax.jit(optimizer.init)(params)}, []
+  state, metrics = place({'params': params, 'opt_state': jax.jit(optimizer.init)(params)}, plan), []
   if step := checkpoints.latest_step() or 0:
-    state = checkpoints.restore(step, args=ocp.args.StandardRestore(state))
+    state = restore(checkpoints, step, state, plain, plan)
     metrics = [json.loads(line) for line in (out / 'metrics.jsonl').read_text().splitlines()[:step]]
   window = np.arange(args.context + 1)  # the inputs and, one later, the targets
   starts = np.linspace(0, len(texts[1]) - len(window), 16 * args.batch).astype(int)
-  validation = [texts[1][starts[i::16, None] + window] for i in range(16)]  # each batch spans the whole text
+  validation = [put(texts[1][starts[i::16, None] + window]) for i in range(16)]  # each batch spans the whole text
   # Two programs instead of one, so that the optimizer can be timed; compiled before the clock starts.
-  gradient_step = jax.jit(jax.value_and_grad(loss_of)).lower(params, validation[0]).compile()
-  update_step = jax.jit(update, donate_argnums=0).lower(state, params).compile()
+  shardings = jax.tree.map(lambda x: x.sharding, state)
+  gradient_step = jax.jit(jax.value_and_grad(loss_of), out_shardings=(None, shardings['params']))
+  gradient_step = gradient_step.lower(params, validation[0]).compile()
+  update_step = jax.jit(update, donate_argnums=0, out_shardings=shardings).lower(state, params).compile()
   validation_step = jax.jit(loss_of).lower(params, validation[0]).compile()
   bar = Progress('{task.description}', BarColumn(), '{task.fields[status]}', disable=not sys.stdout.isatty())
   task = bar.add_task(name, total=args.steps, status='')
@@ -157,7 +146,7 @@ def train(name, learning_rate, texts, args, out, stop_signals):
     while not stopped:
       # A function of seed and step alone: a resumed run sees the batches of an uninterrupted one.
       starts = np.random.default_rng((args.seed, step)).integers(len(texts[0]) - args.context, size=args.batch)
-      batch, begin = texts[0][starts[:, None] + window], time.perf_counter()
+      batch, begin = put(texts[0][starts[:, None] + window]), time.perf_counter()
       loss, gradients = jax.block_until_ready(gradient_step(state['params'], batch))
       middle = time.perf_counter()
       state = jax.block_until_ready(update_step(state, gradients))
@@ -172,7 +161,7 @@ def train(name, learning_rate, texts, args, out, stop_signals):
       metrics_file.write(json.dumps(metrics[-1]) + '\n')
       stopped = bool(stop_signals) or step == args.steps
       if stopped or step % args.save_every == 0:
-        checkpoints.save(step, args=ocp.args.StandardSave(state))
+        checkpoints.save(step, args=ocp.args.StandardSave(to_checkpoint(state, plain, plan)))
       val_loss = next((entry['val_loss'] for entry in reversed(metrics) if 'val_loss' in entry), float('nan'))
       seconds, share = np.mean([(entry['seconds'], entry['optimizer_share']) for entry in metrics[-20:]], axis=0)
       status = f'{step}/{args.steps}  loss {loss:.3f}  validation {val_loss:.3f}  optimizer {share:.0%}  '
@@ -206,9 +195,10 @@ def sample(model, prompt, seed, length=300, temperature=0.8):
 
 def main():
   args = parse_arguments()
+  mesh = make_mesh(args.mesh, args.batch)
   texts = load_text(args)
   # What a resumed run must have in common with its first part, the text included.
-  config = {key: str(value) for key, value in vars(args).items() if key not in ('compare', 'out', 'resume')}
+  config = {key: str(value) for key, value in vars(args).items() if key not in ('compare', 'mesh', 'out', 'resume')}
   config['text'] += f' (crc32 {zlib.crc32(b"".join(texts))})'
   if not args.resume:
     for old in (args.out / 'checkpoints', *args.out.glob('compare_*')):
@@ -226,7 +216,7 @@ def main():
   runs, models = {}, {}
   for name in filter(None, [args.optimizer, args.compare]):
     out, learning_rate = (args.out / f'compare_{name}', None) if runs else (args.out, args.learning_rate)
-    runs[name], models[name] = train(name, learning_rate or LEARNING_RATES[name], texts, args, out, stop_signals)
+    runs[name], models[name] = train(name, learning_rate or LEARNING_RATES[name], texts, mesh, args, out, stop_signals)
     plot(runs, args.out / 'loss.png')
     if stop_signals:
       command = shlex.join(['python', *sys.argv] + ['--resume'] * (not args.resume))

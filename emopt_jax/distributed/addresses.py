@@ -9,6 +9,8 @@ from emopt_jax.distributed.bundles import Bundle, MatrixClass
 from emopt_jax.distributed.parcels import AxisNames, Leaf, matrix_name
 from emopt_jax.distributed.plan import Plan
 
+MEND = 'give the plan, the parameters and the optimizer that the state was made with'
+
 
 class Block(NamedTuple):
   """The matrices of a leaf that one block of its split makes, or all of them.
@@ -44,6 +46,46 @@ def blocks_of(plan: Plan, path: str) -> list[Block]:
       blocks.append(Block(one.name, matrix_name(index), rows, stack, seen[size]))
       seen[size] += len(rows)
   return blocks
+
+
+class Counterpart(NamedTuple):
+  """A leaf of the undistributed state, and which of its matrices are in a leaf of the distributed one.
+
+  Attributes:
+    parameter: Path of the parameter.
+    path: Path of the leaf of the undistributed state.
+    block: Where its matrices are.
+    whole: Whether the leaf has the parameter's shape; else it is a stack `[batch, ...]`.
+  """
+
+  parameter: str
+  path: str
+  block: Block
+  whole: bool
+
+
+def counterparts_of(plan: Plan, class_name: str, unit_path: str, unit_shape, shapes: dict) -> list[Counterpart]:
+  """Returns the counterparts of a leaf of a class's state; none for a leaf that belongs to no matrix, as a count."""
+  one = next(one for one in plan.classes if one.name == class_name)
+  found = []
+  for parameter in dict.fromkeys(path for path, _ in one.members):
+    for block in blocks_of(plan, parameter):
+      if block.class_name != class_name or f'/{block.matrix}/' not in f'/{unit_path}/':
+        continue
+
+      def renamed(name: str, block=block) -> str:
+        return f'/{unit_path}/'.replace(f'/{block.matrix}/', f'/{name}/')[1:-1]
+
+      matrix = one.parcel.matrices[int(block.matrix.rsplit('_', 1)[1])]
+      whole = tuple(unit_shape) == matrix and shapes.get(renamed(parameter)) == plan.leaves[parameter].shape
+      path = renamed(parameter if whole else block.stack)
+      if path not in shapes:
+        raise ValueError(
+          f"leaf '{path}', of the parameter '{parameter}' of shape {plan.leaves[parameter].shape}, is not in the "
+          f'undistributed state; {MEND}'
+        )
+      found.append(Counterpart(parameter, path, block, whole))
+  return found
 
 
 def _rows(plan: Plan, bundle: Bundle, one: MatrixClass, leaf: Leaf, part: int) -> np.ndarray:

@@ -7,7 +7,7 @@ plan, or without a mesh at all.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,12 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from emopt_jax.distributed.addresses import Block, blocks_of
+from emopt_jax.distributed.addresses import MEND, counterparts_of
 from emopt_jax.distributed.layerwise import LayerwiseState
 from emopt_jax.distributed.plan import Plan
 from emopt_jax.distributed.state_specs import logical_specs, parameter_of, state_specs
 from emopt_jax.matrices import from_stacks, leaf_path, to_stacks
 from emopt_jax.routing import MATRIX
-
-_MEND = 'give the plan, the parameters and the optimizer that the state was made with'
 
 
 def logical_state(state: PyTree, plan: Plan, like: PyTree) -> PyTree:
@@ -110,13 +108,13 @@ def _gather(plan: Plan, like: PyTree, classes: dict[str, PyTree]) -> PyTree:
   found: dict[str, Any] = {}
   for name, tree in classes.items():
     for keys, stacked in jax.tree_util.tree_leaves_with_path(tree):
-      counterparts = _counterparts(plan, name, leaf_path(keys), stacked.shape[1:], shapes)
+      counterparts = counterparts_of(plan, name, leaf_path(keys), stacked.shape[1:], shapes)
       if not counterparts:
         # Counts are those of any matrix; a row of a rank that owns none is padding, whose counts stand still.
         one = next(one for one in plan.classes if one.name == name)
         owner = next(rank for rank, count in enumerate(one.counts) if count)
         found.setdefault(leaf_path(keys), stacked[owner * one.slots])
-      values = _spread(plan, stacked) if counterparts else stacked
+      values = _exchange(plan, name, stacked) if counterparts else stacked
       for one in counterparts:
         stacks = found.setdefault(one.path, {})
         block = values[one.block.rows] if one.whole else values[one.block.rows][:, 0]
@@ -132,7 +130,7 @@ def _gather(plan: Plan, like: PyTree, classes: dict[str, PyTree]) -> PyTree:
       whole = len(value) > 1 or tuple(next(iter(value.values())).shape) != shapes[path]
       value = from_stacks(value, {name: target}, plan.leaves[name].axes)[name] if whole else next(iter(value.values()))
     if value is None or value.shape != target.shape:
-      raise ValueError(f"leaf '{path}' of shape {target.shape}: the distributed state holds nothing for it; {_MEND}")
+      raise ValueError(f"leaf '{path}' of shape {target.shape}: the distributed state holds nothing for it; {MEND}")
     return value.astype(target.dtype)
 
   return jax.tree_util.tree_map_with_path(leaf_of, like)
@@ -145,10 +143,10 @@ def _deal(plan: Plan, like: dict[str, PyTree], matrices: PyTree) -> dict[str, Py
 
   def leaf_of(name, keys, target):
     path = leaf_path(keys)
-    counterparts = _counterparts(plan, name, path, target.shape[1:], shapes)
+    counterparts = counterparts_of(plan, name, path, target.shape[1:], shapes)
     if not counterparts:
       if path not in given or shapes[path] != tuple(target.shape[1:]):
-        raise ValueError(f"leaf '{path}' of shape {target.shape[1:]} is not in the checkpoint; {_MEND}")
+        raise ValueError(f"leaf '{path}' of shape {target.shape[1:]} is not in the checkpoint; {MEND}")
       return jnp.broadcast_to(given[path], target.shape).astype(target.dtype)
     stacked = jnp.zeros(target.shape, target.dtype)
     for one in counterparts:
@@ -160,7 +158,7 @@ def _deal(plan: Plan, like: dict[str, PyTree], matrices: PyTree) -> dict[str, Py
       if values.shape != (len(one.block.rows), *target.shape[1:]):
         raise ValueError(
           f"leaf '{one.path}' of the checkpoint has shape {shapes[one.path]}, which does not fit '{one.parameter}' of "
-          f'shape {plan.leaves[one.parameter].shape}; {_MEND}'
+          f'shape {plan.leaves[one.parameter].shape}; {MEND}'
         )
       stacked = stacked.at[one.block.rows].set(values.astype(target.dtype))
     return stacked
@@ -168,52 +166,23 @@ def _deal(plan: Plan, like: dict[str, PyTree], matrices: PyTree) -> dict[str, Py
   return {name: jax.tree_util.tree_map_with_path(functools.partial(leaf_of, name), tree) for name, tree in like.items()}
 
 
-class _Counterpart(NamedTuple):
-  """A leaf of the undistributed state, and which of its matrices are in a leaf of the distributed one.
+def _exchange(plan: Plan, class_name: str, stacked: jax.Array, *, to_owners: bool = False) -> jax.Array:
+  """Returns a stacked leaf of owners sharded on another dimension, so that taking rows moves nothing; or the inverse.
 
-  Attributes:
-    parameter: Path of the parameter.
-    path: Path of the leaf of the undistributed state.
-    block: Where its matrices are.
-    whole: Whether the leaf has the parameter's shape; else it is a stack `[batch, ...]`.
+  An all-to-all by hand: left to the compiler, several mesh axes end in full copies on every device.
   """
-
-  parameter: str
-  path: str
-  block: Block
-  whole: bool
-
-
-def _counterparts(plan: Plan, class_name: str, unit_path: str, unit_shape, shapes: dict) -> list[_Counterpart]:
-  """Returns the counterparts of a leaf of a class's state; none for a leaf that belongs to no matrix, as a count."""
-  one = next(one for one in plan.classes if one.name == class_name)
-  found = []
-  for parameter in dict.fromkeys(path for path, _ in one.members):
-    for block in blocks_of(plan, parameter):
-      if block.class_name != class_name or f'/{block.matrix}/' not in f'/{unit_path}/':
-        continue
-
-      def renamed(name: str, block=block) -> str:
-        return f'/{unit_path}/'.replace(f'/{block.matrix}/', f'/{name}/')[1:-1]
-
-      matrix = one.parcel.matrices[int(block.matrix.rsplit('_', 1)[1])]
-      whole = tuple(unit_shape) == matrix and shapes.get(renamed(parameter)) == plan.leaves[parameter].shape
-      path = renamed(parameter if whole else block.stack)
-      if path not in shapes:
-        raise ValueError(
-          f"leaf '{path}', of the parameter '{parameter}' of shape {plan.leaves[parameter].shape}, is not in the "
-          f'undistributed state; {_MEND}'
-        )
-      found.append(_Counterpart(parameter, path, block, whole))
-  return found
-
-
-def _spread(plan: Plan, stacked: jax.Array) -> jax.Array:
-  """Returns a stacked leaf sharded on another dimension than the first, so that taking rows moves nothing."""
-  ranks = math.prod(plan.mesh.shape[axis] for axis in plan.axis)
+  axes = next(bundle.state_axes for bundle in plan.bundles for one in bundle.classes if one.name == class_name)
+  ranks = math.prod(plan.mesh.shape[axis] for axis in axes)
+  mesh, owned = _auto_mesh(plan), PartitionSpec(axes)
   divisible = [i for i, size in enumerate(stacked.shape) if i and size and size % ranks == 0]
-  spec = PartitionSpec(*[None] * divisible[0], plan.axis) if divisible else PartitionSpec()
-  return jax.lax.with_sharding_constraint(stacked, NamedSharding(_auto_mesh(plan), spec))
+  if not divisible:
+    target = owned if to_owners else PartitionSpec()
+    return jax.lax.with_sharding_constraint(stacked, NamedSharding(mesh, target))
+  dimension = divisible[0]
+  spread = PartitionSpec(*[None] * dimension, axes)
+  source, target, split, concat = (spread, owned, 0, dimension) if to_owners else (owned, spread, dimension, 0)
+  move = functools.partial(jax.lax.all_to_all, axis_name=axes, split_axis=split, concat_axis=concat, tiled=True)
+  return jax.shard_map(move, mesh=mesh, in_specs=source, out_specs=target)(stacked)
 
 
 def _shardings(specs: PyTree, plan: Plan) -> PyTree:

@@ -107,7 +107,7 @@ def test_gradients_that_vary_where_parameters_do_not():
 
 
 def test_axis_that_is_not_manual():
-  plan, optimizer = make()
+  _, optimizer = make()
   with pytest.raises(ValueError, match=r"manual over \('model',\), but the plan communicates over 'data'"):
     state = jax.eval_shape(optimizer.init, PARAMS)
     update = lambda p: optimizer.update(p, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), state), p)[0]  # noqa: E731

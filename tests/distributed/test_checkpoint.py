@@ -23,9 +23,7 @@ class Run:
 
   def __init__(self, problem: problems.Problem, inner=INNER):
     self.problem = problem
-    self.plan = distributed.plan_layerwise(
-      problem.params, problem.mesh, 'data', specs=problem.specs, axes=problem.axes
-    )
+    self.plan = distributed.plan_layerwise(problem.params, problem.mesh, 'data', specs=problem.specs, axes=problem.axes)
     self.optimizer = problems.distributed_optimizer(inner, self.plan)
     self.plain = problems.undistributed(inner, problem.axes)
     self.abstract = jax.eval_shape(self.optimizer.init, problem.params)
@@ -138,7 +136,7 @@ def test_from_no_mesh_to_8():
 @pytest.mark.parametrize('kind', ['Auto', 'Explicit'])
 def test_there_and_back_is_the_identity(inner, layout, kind):
   run = Run(problems.problem('48 in 4 classes', layout, kind), problems.INNERS[inner])
-  params, state = run.start()
+  _, state = run.start()
   # Different numbers everywhere, so that no two matrices can be confused; padding has none.
   numbers = jax.tree.map(lambda leaf: np.arange(leaf.size).reshape(leaf.shape).astype(leaf.dtype), state)
   logical = distributed.logical_state(numbers, run.plan, run.like)
@@ -174,7 +172,9 @@ def test_split_leaves_keep_their_blocks_apart():
       updates, state = jax.jit(optimizer.update)(gradients, state, actual)
       actual = optax.apply_updates(actual, updates)
     logical = distributed.logical_state(state, plan, like)
-    problems.assert_close(*(jax.tree.map(np.asarray, x) for x in ((actual, logical), (expected_params, expected_state))))
+    problems.assert_close(
+      *(jax.tree.map(np.asarray, x) for x in ((actual, logical), (expected_params, expected_state)))
+    )
 
 
 def test_logical_state_is_on_no_device_whole():
@@ -194,7 +194,9 @@ def test_another_tree_is_an_error():
   renamed = {('other_' + name if name == '8x16_2' else name): leaf for name, leaf in run.problem.params.items()}
   with pytest.raises(ValueError, match=r"leaf '.*8x16_2/kernel'.*the plan, the parameters and the optimizer"):
     distributed.physical_state(run.plain.init(renamed), run.plan, run.abstract)
-  larger = jax.tree.map(lambda p: np.zeros((24, *p.shape[1:]), p.dtype) if p.shape == (8, 16) else p, run.problem.params)
+  larger = jax.tree.map(
+    lambda p: np.zeros((24, *p.shape[1:]), p.dtype) if p.shape == (8, 16) else p, run.problem.params
+  )
   with pytest.raises(ValueError, match=r"leaf '.*8x16_0/kernel.*'.*(24, 16|does not fit)"):
     distributed.physical_state(run.plain.init(larger), run.plan, run.abstract)
   other = emopt_jax.route(emopt_jax.muon(0.02), optax.adamw(0.01)).init(run.problem.params)

@@ -25,9 +25,7 @@ def pytest_generate_tests(metafunc):
     return
   cases = [
     (optimizer, count, entry, kind, layout)
-    for optimizer, count, (entry, kind), layout in itertools.product(
-      problems.INNERS, COUNTS, ENTRIES, problems.LAYOUTS
-    )
+    for optimizer, count, (entry, kind), layout in itertools.product(problems.INNERS, COUNTS, ENTRIES, problems.LAYOUTS)
     # Gradients of sharded parameters are never unreduced: the transpose of their all-gather reduces them.
     if (entry != 'C' or layout == 'replicated')
     and (metafunc.config.getoption('--exhaustive') or in_short_run(optimizer, count, entry, kind, layout))

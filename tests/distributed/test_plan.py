@@ -96,7 +96,8 @@ def test_table_says_who_owns_what_and_what_is_sent():
     '64x128  float32  data=2           0         3    1 to 2           100%',
     'load: max/mean 1.333; whole matrices allow 1.333',
     'state: 65,544 bytes a device, of 98,316 in all (1.33 / N)',
-    'bytes sent a device and step, inside shard_map: 131,584 (reduce-scatter 65,536, all-gather 65,536, all-reduce 512)',
+    'bytes sent a device and step, inside shard_map: 131,584 '
+    '(reduce-scatter 65,536, all-gather 65,536, all-reduce 512)',
     'bytes sent a device and step, plain jit: 164,352 (all-gather 65,536, all-reduce 98,816)',
   ]
 

@@ -12,7 +12,6 @@ import time
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / 'examples'
 SAVE_EVERY = 10
@@ -61,9 +60,16 @@ def exists(group):
   return True
 
 
+def all_gone(groups):
+  end = time.monotonic() + 10  # a killed grandchild stays in its group until init takes note
+  while any(exists(group) for group in groups) and time.monotonic() < end:
+    time.sleep(0.1)
+  return not any(exists(group) for group in groups)
+
+
 def train_and_kill(out, *, processes, devices, victim, number, first_step, grace):
   """Trains until a step is done, then sends a signal to one process; returns the output and the seconds to the end."""
-  command = example(out, '--steps', '1000000', '--timeout', '6')
+  command = example(out, '--steps', '1000000', '--timeout', '10')
   options = ('-n', str(processes), '--devices', str(devices), '--grace', str(grace))
   launcher, groups, lines, killed = launch(command, *options), [], [], None
   try:
@@ -77,8 +83,9 @@ def train_and_kill(out, *, processes, devices, victim, number, first_step, grace
     output = ''.join(lines)
     assert launcher.wait(10) != 0
     assert killed is not None, output
+    assert len(groups) == processes
+    assert all_gone(groups)
     seconds = time.monotonic() - killed
-    assert len(groups) == processes and not any(exists(group) for group in groups)
     return output, seconds
   finally:
     end(launcher, groups)
@@ -90,7 +97,7 @@ def saved_steps(out):
 
 def shown_steps(output):
   """Returns the steps in the output of the run, without their repetition in the logs that follow a failure."""
-  return [int(step) for step in re.findall(r'^step (\d+) ', output.split('-----')[0], re.MULTILINE)]
+  return [int(step) for step in re.findall(r'^step (\d+) ', output.split('----- last output')[0], re.MULTILINE)]
 
 
 def check_end(output, out, seconds):
@@ -139,13 +146,13 @@ def test_killed_run_goes_on_with_other_numbers_of_processes(tmp_path):
   steps = second + 10
   resumed = run_alone(out, steps)
   check_resumed(resumed, second)
-  whole = run_alone(tmp_path / 'whole', steps)
+  run_alone(tmp_path / 'whole', steps)
   assert saved_steps(out)[-1] == saved_steps(tmp_path / 'whole')[-1] == steps
-  # The ranks' gradients are added in another order, which changes their last bit, and tens of steps carry that on.
+  # The ranks' gradients are added in another order, which changes their last bits; measured, tens of steps make 1e-6
+  # of that.
   expected, actual = load_params(tmp_path / 'whole', steps), load_params(out, steps)
   assert len(jax.tree.leaves(expected)) == 12
   for reference, leaf in zip(jax.tree.leaves(expected), jax.tree.leaves(actual), strict=True):
-    print('DIFF', np.linalg.norm(leaf - reference) / np.linalg.norm(reference))
     assert np.linalg.norm(leaf - reference) < 1e-5 * np.linalg.norm(reference)
 
 
@@ -161,16 +168,38 @@ def test_frozen_process_ends_the_others(tmp_path):
   assert 'process 1 was still running' in ends[2]
 
 
-@pytest.mark.parametrize('times', [1, 3])
-def test_launcher_takes_another_port(times, tmp_path):
-  script = """if True:
-    import pathlib, sys, time
-    arguments = dict(zip(sys.argv[2::2], sys.argv[3::2]))
-    if arguments['--process'] == '1':
-      time.sleep(60 * (len(list(pathlib.Path(sys.argv[1]).iterdir())) <= TIMES))
-    else:
-      attempts = pathlib.Path(sys.argv[1])
-      (attempts / arguments['--coordinator']).touch()
-      if len(list(attempts.iterdir())) <= TIMES:
-        sys.exit('Failed to start RPC server')
-  """.replace('TIMES', str(times))
+FAKE = """
+import pathlib, sys, time
+arguments = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+seen = pathlib.Path(sys.argv[1])
+if arguments['--process'] == '0':
+  (seen / arguments['--coordinator']).touch()
+  if len(list(seen.iterdir())) == 1:
+    sys.exit('Failed to start RPC server')
+while len(list(seen.iterdir())) < 2:  # as it waits for the coordinator
+  time.sleep(0.05)
+"""
+
+
+def test_launcher_takes_another_port(tmp_path):
+  launcher = launch([sys.executable, '-c', FAKE, tmp_path], '-n', '2', '--timeout', '20')
+  try:
+    output, _ = launcher.communicate(timeout=40)
+  finally:
+    end(launcher, [])
+  assert launcher.returncode == 0, output
+  assert 'starting anew' in output
+  assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_launcher_ends_at_its_timeout(tmp_path):
+  launcher = launch([sys.executable, '-c', 'import time; time.sleep(60)'], '-n', '2', '--timeout', '1')
+  try:
+    output, _ = launcher.communicate(timeout=40)
+  finally:
+    end(launcher, [])
+  assert launcher.returncode != 0
+  assert output.count('was still running') == 2
+  groups = [int(group) for group in re.findall(r'pid (\d+)', output)]
+  assert len(groups) == 2
+  assert all_gone(groups)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 SCRIPT = pathlib.Path(__file__).parents[2] / 'examples' / 'train_lm.py'
@@ -107,6 +108,20 @@ def test_a_stopped_run_resumes_to_the_same_numbers(uninterrupted, text, tmp_path
   assert losses(out / 'compare_adamw') == losses(whole / 'compare_adamw')
 
 
+@pytest.mark.parametrize('mesh', ['data=4', 'data=2,model=2'])
+def test_a_mesh_gives_the_numbers_of_one_device_and_resumes_on_any(mesh, uninterrupted, text, tmp_path):
+  whole, _ = uninterrupted
+  out = tmp_path / 'mesh'
+  status, output = stop_after_step(start(text, out, '--mesh', mesh), out, 3, signal.SIGINT)
+  assert status == 128 + signal.SIGINT
+  assert 'inside shard_map' in output  # the plan
+  process = start(text, out, '--resume', '--mesh', 'data=2')
+  output, errors = process.communicate(timeout=300)
+  assert process.returncode == 0, errors
+  # 1e-3: sums in another order, carried on by 40 steps of a model that learns.
+  np.testing.assert_allclose([loss for _, loss, _ in losses(out)], [loss for _, loss, _ in losses(whole)], rtol=1e-3)
+
+
 def test_resume_refuses_other_arguments(uninterrupted, text):
   out, _ = uninterrupted
   arguments = [*TINY, *COMPARE, '--text', str(text), '--out', str(out), '--resume']
@@ -124,6 +139,8 @@ def test_resume_refuses_other_arguments(uninterrupted, text):
     ('--learning-rate 0', 'error: --learning-rate must be positive, not 0.0'),
     ('--adam-learning-rate nan', 'error: --adam-learning-rate must be positive, not nan'),
     ('--optimizer soap --compare soap', 'error: --compare soap is the optimizer of the run itself'),
+    ('--mesh model=2', 'error: --mesh must be data=N or data=N,model=M, with --batch a multiple of N, not model=2'),
+    ('--mesh data=3', 'error: --mesh must be data=N or data=N,model=M, with --batch a multiple of N, not data=3'),
     ('--text no_such_file', 'error: no_such_file holds 0 bytes, and --context 128 needs at least 20480'),
     ('--out no_such_folder --resume', 'error: --resume finds no checkpoint in no_such_folder'),
   ],
@@ -138,6 +155,7 @@ def error_of(*arguments):
   script = importlib.util.module_from_spec(spec)
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(sys, 'argv', ['train_lm.py', *arguments])
+    patch.syspath_prepend(SCRIPT.parent)  # where Python looks for the modules beside a script that it runs
     spec.loader.exec_module(script)
     with pytest.raises(SystemExit) as error:
       script.main()
