@@ -9,7 +9,6 @@ import os
 os.environ.setdefault('OPENBLAS_NUM_THREADS', '1')  # its threads beside XLA's make QR on a CPU up to 20 times slower
 
 import jax
-
 import jax.numpy as jnp
 import numpy as np
 import optax
