@@ -2,8 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# The programs compiled for machines that are not there have environments of their own, of 5.5 and 1.5 GB.
+AOT_VENV ?= .venv-aot
 
-.PHONY: train test format clean
+.PHONY: train test format clean aot-gpu aot-tpu
 
 train: $(VENV)/examples.done
 	$(BIN)/python examples/train_lm.py --optimizer kl_soap --compare adamw --steps 120
@@ -18,11 +20,21 @@ format: $(VENV)/test.done
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+aot-gpu aot-tpu: aot-%: $(AOT_VENV)-%/aot.done
+	$(<D)/bin/python benchmarks/aot_compile.py $*
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(AOT_VENV)-gpu $(AOT_VENV)-tpu runs
 
 $(VENV)/%.done: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$*]'
+	touch $@
+
+$(AOT_VENV)-gpu/aot.done: JAX := jax[cuda12]
+$(AOT_VENV)-tpu/aot.done: JAX := jax[tpu]
+$(AOT_VENV)-%/aot.done: pyproject.toml
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -e . '$(JAX)'
 	touch $@

@@ -5,14 +5,13 @@ the gradients of the ranks are summed a reduce-scatter, where the parcels are sh
 holds them whole none. Back go an all-gather or an all-to-all.
 """
 
-import math
 from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from emopt_jax.distributed.bundles import Bundle, MatrixClass
+from emopt_jax.distributed.bundles import TILE, Bundle, MatrixClass
 from emopt_jax.distributed.parcels import AxisNames
 from emopt_jax.distributed.plan import Plan
 
@@ -41,6 +40,7 @@ def pack(plan: Plan, bundle: Bundle, leaves: Leaves) -> jax.Array:
   dtype = jnp.result_type(*stacks)
   if all(len(set(one.counts)) == 1 for one in bundle.classes):
     rows = jnp.concatenate([stack.astype(dtype).reshape(len(bundle.offsets[0]), -1) for stack in stacks], axis=1)
+    rows = jnp.pad(rows, ((0, 0), (0, bundle.length - rows.shape[1])))
   else:
     rows = jnp.stack([_row(bundle, stacks, rank, dtype) for rank in range(len(bundle.offsets[0]))])
   return rows.reshape(*(plan.mesh.shape[axis] for axis in bundle.owners), bundle.length)
@@ -58,7 +58,9 @@ def send(bundle: Bundle, rows: jax.Array, summed: AxisNames) -> jax.Array:
     if axis in bundle.exchanged:
       rows = lax.all_to_all(rows, axis, split_axis=0, concat_axis=rows.ndim - 2, tiled=False)
     elif axis in summed:
-      rows = lax.psum_scatter(rows, axis, scatter_dimension=0, tiled=False)
+      tiles = (-1, TILE) if bundle.length % TILE == 0 else (-1,)
+      tiled = rows.reshape(*rows.shape[:-1], *tiles)
+      rows = lax.psum_scatter(tiled, axis, scatter_dimension=0, tiled=False).reshape(rows.shape[1:])
     else:
       rows = lax.dynamic_index_in_dim(rows, lax.axis_index(axis), 0, keepdims=False)
   repeated = tuple(axis for axis in bundle.replicas if axis in summed)
@@ -131,5 +133,5 @@ def _row(bundle: Bundle, stacks: list[jax.Array], rank: int, dtype) -> jax.Array
   for one, stack in zip(bundle.classes, stacks, strict=True):
     start = sum(one.counts[:rank])
     pieces.append(stack[start : start + one.counts[rank]].astype(dtype).ravel())
-  padding = bundle.length - math.fsum(piece.size for piece in pieces)
-  return jnp.concatenate([*pieces, jnp.zeros(int(padding), dtype)])
+  padding = bundle.length - sum(piece.size for piece in pieces)
+  return jnp.concatenate([*pieces, jnp.zeros(padding, dtype)])
