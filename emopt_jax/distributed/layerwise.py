@@ -2,20 +2,17 @@
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from emopt_jax.distributed import entries
-from emopt_jax.distributed.bundles import Bundle, unit_shapes
-from emopt_jax.distributed.parcels import AxisNames
+from emopt_jax.distributed.owners import clipping_scale, init_owned, reduced_row, update_owned
 from emopt_jax.distributed.plan import Plan
-from emopt_jax.distributed.transport import as_varying, for_each_owned, give_back, owner_rank, pack, send, unpack
+from emopt_jax.distributed.transport import give_back, pack, send, unpack
 from emopt_jax.matrices import leaf_path
 
 
@@ -62,7 +59,7 @@ def layerwise(
   Example:
     >>> import emopt_jax
     >>> from emopt_jax.distributed.plan import plan_layerwise
-    >>> params = {'kernel': jnp.ones((4, 8)), 'bias': jnp.ones(8)}
+    >>> params = {'kernel': jax.numpy.ones((4, 8)), 'bias': jax.numpy.ones(8)}
     >>> plan = plan_layerwise(params, jax.make_mesh((1,), ('data',)), 'data')
     >>> optimizer = layerwise(emopt_jax.muon(0.02), plan, others=optax.adamw(3e-3), max_norm=1.0)
     >>> updates, state = jax.jit(optimizer.update)(params, optimizer.init(params), params)
@@ -79,6 +76,7 @@ def layerwise(
   other_optimizer = optax.with_extra_args_support(
     optax.masked(others or optax.set_to_zero(), lambda tree: _is_other(plan, tree))
   )
+  inner_update = optax.with_extra_args_support(inner).update
   specs = {path: leaf.spec for path, leaf in plan.leaves.items()}
 
   def init(params):
@@ -87,7 +85,7 @@ def layerwise(
     other_state = other_optimizer.init(params)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in matrices.values()):
       matrices = None
-    make = functools.partial(_init_classes, inner, plan)
+    make = functools.partial(init_owned, inner, plan)
     if inside:
       return LayerwiseState(make(matrices), other_state)
     state_specs = _state_specs(plan, {one.name: PartitionSpec() for one in plan.classes})
@@ -103,7 +101,19 @@ def layerwise(
     summed = plan.axis + plan.replicas if inside else entries.unreduced_axes(*gradients.values())
     updates = entries.reduce_others(plan, updates, inside=inside)
     square = entries.square_of_others(plan, updates, inside=inside)
-    step = functools.partial(_update_classes, inner, plan, summed, inside, max_norm, extra_args)
+
+    def step(gradients, matrices, classes, square):
+      rows = [reduced_row(plan, bundle, gradients, summed, average=inside) for bundle in plan.bundles]
+      scale = clipping_scale(plan, rows, square, max_norm)
+      parts, new_classes = {}, {}
+      for bundle, row in zip(plan.bundles, rows, strict=True):
+        clipped = row if max_norm is None else row * scale.astype(row.dtype)
+        own = None if matrices is None else send(bundle, pack(plan, bundle, matrices), ())
+        out, states = update_owned(functools.partial(inner_update, **extra_args), plan, bundle, clipped, own, classes)
+        new_classes |= states
+        parts |= unpack(plan, bundle, give_back(bundle, out))
+      return _leaves(plan, parts, gradients), new_classes, scale
+
     if inside:
       new, classes, scale = step(gradients, matrices, state.classes, square)
     else:
@@ -131,80 +141,13 @@ def layerwise(
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _init_classes(inner: optax.GradientTransformation, plan: Plan, matrices: dict | None = None) -> dict[str, PyTree]:
-  classes = {}
-  for bundle in plan.bundles:
-    row = None if matrices is None else send(bundle, pack(plan, bundle, matrices), ())
-    for index, one in enumerate(bundle.classes):
-
-      def unit(slot, row=row, bundle=bundle, index=index, one=one):
-        if row is None:
-          return {name: jnp.zeros(shape.shape, shape.dtype) for name, shape in unit_shapes(one.parcel).items()}
-        start = jnp.asarray(bundle.offsets[index], jnp.int32)[owner_rank(bundle)]
-        return _unit(plan, bundle, index, row, start + slot * bundle.piece_sizes[index])
-
-      states = jax.vmap(lambda slot, unit=unit: inner.init(unit(slot)))(jnp.arange(one.slots))
-      classes[one.name] = jax.tree.map(functools.partial(as_varying, axes=bundle.state_axes), states)
-  return classes
-
-
-def _update_classes(
-  inner: optax.GradientTransformation,
-  plan: Plan,
-  summed: AxisNames,
-  average: bool,
-  max_norm: float | None,
-  extra_args: dict[str, Any],
-  gradients: dict[str, jax.Array],
-  params: dict[str, jax.Array] | None,
-  classes: dict[str, PyTree],
-  square: jax.Array,
-) -> tuple[dict[str, jax.Array], dict[str, PyTree], jax.Array]:
-  """Returns the updates by path, the new states by class and the factor that clips the gradients."""
-  update_unit: Any = optax.with_extra_args_support(inner).update
-  rows = []
-  for bundle in plan.bundles:
-    row = send(bundle, pack(plan, bundle, gradients), summed)
-    reduced = [axis for axis in bundle.owners + bundle.replicas if axis in summed and axis not in bundle.exchanged]
-    rows.append(row / math.prod(plan.mesh.shape[axis] for axis in reduced) if average and reduced else row)
-  scale = jnp.ones((), jnp.float32)
-  if max_norm is not None:
-    for bundle, row in zip(plan.bundles, rows, strict=True):
-      square = square + lax.psum(jnp.sum(jnp.square(row.astype(jnp.float32))), bundle.state_axes)
-    norm = jnp.sqrt(square)
-    scale = jnp.where(norm < max_norm, 1, max_norm / norm)
-  parts, new_classes = {}, {}
-  for bundle, row in zip(plan.bundles, rows, strict=True):
-    own = None if params is None else send(bundle, pack(plan, bundle, params), ())
-    out = as_varying(jnp.zeros_like(row), bundle.state_axes)
-    for index, one in enumerate(bundle.classes):
-
-      def body(slot, offset, carry, bundle=bundle, index=index, row=row, own=own):
-        states, out = carry
-        unit = jax.tree.map(lambda g: g * scale.astype(g.dtype), _unit(plan, bundle, index, row, offset))
-        unit_params = None if own is None else _unit(plan, bundle, index, own, offset)
-        state = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, slot, 0, keepdims=False), states)
-        update, new = update_unit(unit, state, unit_params, **extra_args)
-        pieces = bundle.classes[index].parcel.take_apart(update, bundle.exchanged, plan.mesh.shape)
-        out = lax.dynamic_update_slice_in_dim(out, pieces.astype(out.dtype), offset, axis=out.ndim - 1)
-        put = lambda leaf, value: lax.dynamic_update_index_in_dim(  # noqa: E731
-          leaf, as_varying(value, bundle.state_axes), slot, 0
-        )
-        return jax.tree.map(put, states, new), out
-
-      new_classes[one.name], out = for_each_owned(bundle, index, body, (classes[one.name], out))
-    parts |= unpack(plan, bundle, give_back(bundle, out))
-  updates = {}
+def _leaves(plan: Plan, parts: dict[tuple[str, int], jax.Array], like: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  """Returns the leaves of matrices, by path, from the parcels of their parts."""
+  leaves = {}
   for path, leaf in plan.leaves.items():
-    update = leaf.from_parcels([parts[path, part] for part in range(len(leaf.parts))], gradients[path].shape)
-    updates[path] = update.astype(gradients[path].dtype)
-  return updates, new_classes, scale
-
-
-def _unit(plan: Plan, bundle: Bundle, index: int, row: jax.Array, offset: jax.Array | int) -> dict[str, jax.Array]:
-  """Returns the matrices of the parcel of a class that starts at an offset of this rank's row."""
-  pieces = lax.dynamic_slice_in_dim(row, offset, bundle.piece_sizes[index], axis=row.ndim - 1)
-  return bundle.classes[index].parcel.assemble(pieces, bundle.exchanged, plan.mesh.shape)
+    parcels = [parts[path, part] for part in range(len(leaf.parts))]
+    leaves[path] = leaf.from_parcels(parcels, like[path].shape).astype(like[path].dtype)
+  return leaves
 
 
 def _is_other(plan: Plan, tree: PyTree) -> PyTree:
@@ -219,9 +162,9 @@ def _check_state(plan: Plan, state: LayerwiseState, *, inside: bool) -> None:
   for name, (one, bundle) in expected.items():
     ranks = math.prod(plan.mesh.shape[axis] for axis in bundle.state_axes)
     rows = one.slots * (1 if inside else ranks)
-    found = jax.tree.leaves(state.classes[name])[0].shape[0]
-    if found != rows:
-      raise ValueError(f"the state of class '{name}' has {found} rows, that of the plan {rows}: {mend}")
+    for leaf in jax.tree.leaves(state.classes[name]):
+      if leaf.shape[0] != rows:
+        raise ValueError(f"the state of class '{name}' has {leaf.shape[0]} rows, that of the plan {rows}: {mend}")
 
 
 def _state_specs(plan: Plan, classes: dict[str, PyTree]) -> dict[str, PyTree]:
