@@ -28,6 +28,7 @@ from emopt_jax.optimizers.shampoo import kl_shampoo as kl_shampoo
 from emopt_jax.optimizers.shampoo import shampoo as shampoo
 from emopt_jax.optimizers.soap import kl_soap as kl_soap
 from emopt_jax.optimizers.soap import paper_kl_soap as paper_kl_soap
+from emopt_jax.optimizers.soap import scale_by_soap as scale_by_soap
 from emopt_jax.optimizers.soap import soap as soap
 from emopt_jax.routing import default_is_matrix as default_is_matrix
 from emopt_jax.routing import route as route

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from emopt_jax.linalg.blocks import multiply_left, multiply_right, per_matrix
 from emopt_jax.linalg.products import frobenius_norm, largest_magnitude, product, transpose
 
 
@@ -133,8 +134,8 @@ def eigh_at_start(refresh: Refresh) -> Refresh:
 def select(condition: jax.Array, chosen: Eigenbasis, other: Eigenbasis) -> Eigenbasis:
   """Returns, matrix by matrix, `chosen` where the condition `[*batch]` holds and `other` elsewhere."""
   return Eigenbasis(
-    jnp.where(condition[..., None, None], chosen.vectors, other.vectors),
-    jnp.where(condition[..., None], chosen.values, other.values),
+    jnp.where(per_matrix(condition, chosen.vectors), chosen.vectors, other.vectors),
+    jnp.where(per_matrix(condition, chosen.values), chosen.values, other.values),
   )
 
 
@@ -169,9 +170,9 @@ def rotate(x: Float[Array, '*batch m n'], bases: Eigenbases) -> Float[Array, '*b
   """
   rotated = x
   if bases.left is not None:
-    rotated = product(transpose(bases.left.vectors), rotated)
+    rotated = multiply_left(transpose(bases.left.vectors), rotated)
   if bases.right is not None:
-    rotated = product(rotated, bases.right.vectors)
+    rotated = multiply_right(rotated, bases.right.vectors)
   noise = 4 * jnp.finfo(x.dtype).eps * frobenius_norm(x)
   return jnp.where(jnp.abs(rotated) > noise, rotated, 0)
 
@@ -179,7 +180,7 @@ def rotate(x: Float[Array, '*batch m n'], bases: Eigenbases) -> Float[Array, '*b
 def rotate_back(x: Float[Array, '*batch m n'], bases: Eigenbases) -> Float[Array, '*batch m n']:
   """Returns Q_L X Q_R^T."""
   if bases.left is not None:
-    x = product(bases.left.vectors, x)
+    x = multiply_left(bases.left.vectors, x)
   if bases.right is not None:
-    x = product(x, transpose(bases.right.vectors))
+    x = multiply_right(x, transpose(bases.right.vectors))
   return x

@@ -6,20 +6,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from emopt_jax.linalg.blocks import multiply_right, outer_product
 from emopt_jax.linalg.eigenbasis import Eigenbases, Eigenbasis
-from emopt_jax.linalg.products import product, transpose
+from emopt_jax.linalg.products import transpose
 
 
 class Factors(NamedTuple):
   """Covariance factors of the two sides of a matrix; `None` stands for the identity, kept for a side that is too long.
 
   Attributes:
-    left: L `[*batch, m, m]`.
-    right: R `[*batch, n, n]`.
+    left: L `[*batch, m, m]`, or its diagonal blocks `[*batch, blocks, m / blocks, m / blocks]`.
+    right: R `[*batch, n, n]`, or its diagonal blocks.
   """
 
-  left: Float[Array, '*batch m m'] | None
-  right: Float[Array, '*batch n n'] | None
+  left: jax.Array | None
+  right: jax.Array | None
 
 
 def kronecker_update(factors: Factors, gradient: Float[Array, '*batch m n'], *, decay: jax.Array | float) -> Factors:
@@ -43,9 +44,9 @@ def kronecker_update(factors: Factors, gradient: Float[Array, '*batch m n'], *, 
   """
   left, right = factors
   if left is not None:
-    left = decay * left + (1 - decay) * product(gradient, transpose(gradient))
+    left = decay * left + (1 - decay) * outer_product(gradient, left)
   if right is not None:
-    right = decay * right + (1 - decay) * product(transpose(gradient), gradient)
+    right = decay * right + (1 - decay) * outer_product(transpose(gradient), right)
   return Factors(left, right)
 
 
@@ -79,16 +80,18 @@ def kl_update(
   m, n = gradient.shape[-2:]
   if left is not None:
     whitened = gradient if bases.right is None else _whiten(gradient, bases.right)
-    left = decay * left + (1 - decay) / n * product(whitened, transpose(whitened))
+    left = decay * left + (1 - decay) / n * outer_product(whitened, left)
   if right is not None:
     whitened = transpose(gradient) if bases.left is None else _whiten(transpose(gradient), bases.left)
-    right = decay * right + (1 - decay) / m * product(whitened, transpose(whitened))
+    right = decay * right + (1 - decay) / m * outer_product(whitened, right)
   return Factors(left, right)
 
 
 def _whiten(x: jax.Array, basis: Eigenbasis) -> jax.Array:
   """Returns X Q diag(w^-1/2): its outer product is symmetric to the last bit, that of two different halves is not."""
-  largest = jnp.max(basis.values, axis=-1, keepdims=True)
+  # Of the whole side, also where it is cut into blocks.
+  largest = jnp.max(basis.values, axis=tuple(range(x.ndim - 2, basis.values.ndim)), keepdims=True)
   values = jnp.maximum(basis.values, jnp.finfo(x.dtype).eps * largest)
   inverse_root = jnp.where(values > 0, jax.lax.rsqrt(values), 0)
-  return product(x, basis.vectors) * inverse_root[..., None, :]
+  scales = inverse_root.reshape(*x.shape[:-2], 1, x.shape[-1])
+  return multiply_right(x, basis.vectors) * scales

@@ -56,8 +56,14 @@ def soap(
     Vyas et al., arXiv 2409.11321.
   """
   return optax.chain(
-    _rotated_adam(
-      kronecker_covariance(decay, axes=axes), (b1, b2, eps), refresh=refresh, refresh_every=refresh_every, axes=axes
+    scale_by_soap(
+      kronecker_covariance(decay, axes=axes),
+      b1=b1,
+      b2=b2,
+      eps=eps,
+      refresh=refresh,
+      refresh_every=refresh_every,
+      axes=axes,
     ),
     _decayed_weights(weight_decay),
     optax.scale_by_learning_rate(learning_rate),
@@ -102,8 +108,14 @@ def kl_soap(
     Lin et al., arXiv 2509.03378; "SOAP, Muon, and Beyond", arXiv 2607.20548.
   """
   return optax.chain(
-    _rotated_adam(
-      kl_covariance(decay, axes=axes), (b1, b2, eps), refresh=refresh, refresh_every=refresh_every, axes=axes
+    scale_by_soap(
+      kl_covariance(decay, axes=axes),
+      b1=b1,
+      b2=b2,
+      eps=eps,
+      refresh=refresh,
+      refresh_every=refresh_every,
+      axes=axes,
     ),
     _decayed_weights(weight_decay),
     optax.scale_by_learning_rate(learning_rate),
@@ -132,19 +144,46 @@ def paper_kl_soap(
   return kl_soap(learning_rate, b1=0.9, b2=0.95, eps=1e-7, weight_decay=weight_decay, axes=axes)
 
 
-def _rotated_adam(
-  covariance: optax.GradientTransformationExtraArgs,
-  adam: tuple[ArrayLike, ArrayLike, ArrayLike],
+def scale_by_soap(
+  covariance: optax.GradientTransformationExtraArgs | None = None,
   *,
-  refresh: Refresh | None,
-  refresh_every: ArrayLike,
-  axes: Axes,
+  b1: ArrayLike = 0.9,
+  b2: ArrayLike = 0.95,
+  eps: ArrayLike = 1e-15,
+  refresh: Refresh | None = None,
+  refresh_every: ArrayLike = 1,
+  axes: Axes = None,
 ) -> optax.GradientTransformationExtraArgs:
-  b1, b2, eps = adam
+  """The part of SOAP and KL-SOAP before weight decay and learning rate, with any covariance.
+
+  Args:
+    covariance: `kronecker_covariance()` (the default) or `kl_covariance()`, with the same axes. Where full factors of
+      long sides are too dear: `kl_covariance(block_size=width)`, or `max_dim=width` for one-sided preconditioning.
+    b1: As in `soap`.
+    b2: As in `soap`.
+    eps: As in `soap`.
+    refresh: As in `soap`.
+    refresh_every: As in `soap`.
+    axes: As in `soap`.
+
+  Returns:
+    An optax transformation.
+
+  Raises:
+    ValueError: As in `soap`.
+
+  Example:
+    >>> from emopt_jax import kl_covariance
+    >>> transforms = scale_by_soap(kl_covariance(block_size=512)), optax.add_decayed_weights(0.1)
+    >>> optimizer = optax.chain(*transforms, optax.scale_by_learning_rate(0.01))
+
+  References:
+    Vyas et al., SOAP, arXiv 2409.11321; Lin et al., KL-Shampoo, arXiv 2509.03378.
+  """
   check_not_negative('eps', eps)
   return eigenbasis_rotate(
     optax.chain(optax.scale_by_adam(b1=b1, b2=b2, eps=eps), clip_to_adam_bound(b1, b2)),
-    covariance=covariance,
+    covariance=kronecker_covariance(axes=axes) if covariance is None else covariance,
     refresh=qr_refresh if refresh is None else refresh,
     refresh_every=refresh_every,
     axes=axes,

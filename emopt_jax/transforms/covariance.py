@@ -1,6 +1,5 @@
 """The transforms that keep the two covariance factors of every matrix: L of its rows, R of its columns."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from emopt_jax.linalg.blocks import number_of_blocks, per_matrix
 from emopt_jax.linalg.eigenbasis import Eigenbases, Eigenbasis, eigh_refresh
 from emopt_jax.linalg.factors import Factors, kl_update, kronecker_update
 from emopt_jax.linalg.products import all_finite, frobenius_norm, root_mean_square
@@ -61,7 +61,12 @@ def bias_corrected(decay: float) -> Callable[[jax.Array], jax.Array]:
 
 
 def kronecker_covariance(
-  decay: Decay = 0.95, *, start: Start = frobenius_start, max_dim: int = 8192, axes: Axes = None
+  decay: Decay = 0.95,
+  *,
+  start: Start = frobenius_start,
+  max_dim: int = 8192,
+  block_size: int | None = None,
+  axes: Axes = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Keeps L <- b L + (1-b) G G^T and R <- b R + (1-b) G^T G and passes updates through.
 
@@ -70,6 +75,8 @@ def kronecker_covariance(
     start: Function of the first non-zero gradient `[batch, m, n]` and the untouched factors that returns the multiples
       of the identity (each `[batch, 1, 1]`) which L and R start from.
     max_dim: A longer side has no factor and counts as the identity: its factor would be that many numbers squared.
+    block_size: A longer side keeps only the diagonal blocks of its factor, the fewest equal ones of at most this size.
+      The width of the model is a good choice: it saves most of the time and memory of longer sides, at little loss.
     axes: Which axes of each leaf make the matrix, as in `MatrixAxes`.
 
   Returns:
@@ -96,11 +103,16 @@ def kronecker_covariance(
     del bases
     return kronecker_update(factors, gradient, decay=decay)
 
-  return _covariance(advance, decay, start=start, max_dim=max_dim, axes=axes)
+  return _covariance(advance, decay, start=start, sizes=(max_dim, block_size), axes=axes)
 
 
 def kl_covariance(
-  decay: Decay = 0.95, *, start: Start = rms_start, max_dim: int = 8192, axes: Axes = None
+  decay: Decay = 0.95,
+  *,
+  start: Start = rms_start,
+  max_dim: int = 8192,
+  block_size: int | None = None,
+  axes: Axes = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Keeps the factors whose Kronecker product is nearest to the gradient's covariance, and passes updates through.
 
@@ -115,6 +127,7 @@ def kl_covariance(
     decay: As in `kronecker_covariance`.
     start: As in `kronecker_covariance`.
     max_dim: As in `kronecker_covariance`.
+    block_size: As in `kronecker_covariance`.
     axes: As in `kronecker_covariance`.
 
   Returns:
@@ -134,20 +147,25 @@ def kl_covariance(
   References:
     Lin et al., KL-Shampoo, arXiv 2509.03378.
   """
-  return _covariance(_advance_kl, decay, start=start, max_dim=max_dim, axes=axes)
+  return _covariance(_advance_kl, decay, start=start, sizes=(max_dim, block_size), axes=axes)
 
 
-def _covariance(advance, decay: Decay, *, start: Start, max_dim: int, axes: Axes):
+def _covariance(advance, decay: Decay, *, start: Start, sizes: tuple[int, int | None], axes: Axes):
+  max_dim, block_size = sizes
   if not callable(decay):
     check_decay('decay', decay)
-  check_at_least_one('max_dim', max_dim)
+  for name, size in (('max_dim', max_dim), ('block_size', 1 if block_size is None else block_size)):
+    check_at_least_one(name, size)
 
   def init(params):
     shapes = stack_shapes(params, axes)
 
     def zeros(shape: jax.ShapeDtypeStruct, axis: int):
       batch, size = shape.shape[0], shape.shape[axis]
-      return None if size > max_dim else jnp.zeros((batch, size, size), shape.dtype)
+      if size > max_dim:
+        return None
+      blocks = number_of_blocks(size, block_size)
+      return jnp.zeros((batch, size, size) if blocks is None else (batch, blocks, *[size // blocks] * 2), shape.dtype)
 
     factors = {path: Factors(zeros(shape, 1), zeros(shape, 2)) for path, shape in shapes.items()}
     skipped = {path: jnp.zeros(shape.shape[:1], jnp.int32) for path, shape in shapes.items()}
@@ -169,8 +187,9 @@ def _covariance(advance, decay: Decay, *, start: Start, max_dim: int, axes: Axes
       # A gradient can be finite and its square not; a factor that was broken before is not its fault.
       for old_factor, new_factor in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
         finite &= all_finite(new_factor) | ~all_finite(old_factor)
-      taken = (finite & jnp.any(clean != 0, axis=(1, 2)))[:, None, None]
-      factors[path] = jax.tree.map(functools.partial(jnp.where, taken), new, state.factors[path])
+      taken = finite & jnp.any(clean != 0, axis=(1, 2))
+      keep = lambda x, y, taken=taken: jnp.where(per_matrix(taken, x), x, y)  # noqa: E731
+      factors[path] = jax.tree.map(keep, new, state.factors[path])
       skipped[path] = state.skipped[path] + ~finite
     return updates, CovarianceState(count, keyed_by_path(factors), keyed_by_path(skipped))
 
@@ -183,8 +202,9 @@ def _started(factors: Factors, gradient: jax.Array, start: Start) -> Factors:
   def started(factor: jax.Array | None, multiple: jax.Array) -> jax.Array | None:
     if factor is None:
       return None
-    untouched = jnp.trace(factor, axis1=-2, axis2=-1)[:, None, None] == 0
-    return jnp.where(untouched, multiple * jnp.eye(factor.shape[-1], dtype=factor.dtype), factor)
+    untouched = jnp.trace(factor, axis1=-2, axis2=-1)[..., None, None] == 0
+    identity = jnp.eye(factor.shape[-1], dtype=factor.dtype)
+    return jnp.where(untouched, per_matrix(multiple[:, 0, 0], factor) * identity, factor)
 
   left, right = start(gradient, factors)
   return Factors(started(factors.left, left), started(factors.right, right))
@@ -213,7 +233,7 @@ def _current_values(factor: jax.Array, basis: Eigenbasis) -> jax.Array:
   Right after a refresh the power is 2^0. Before the first refresh the eigenvalues are zero and the factor is a multiple
   of the identity, whose eigenvalues its trace gives.
   """
-  trace = jnp.trace(factor, axis1=-2, axis2=-1)[:, None]
+  trace = jnp.trace(factor, axis1=-2, axis2=-1)[..., None]
   total = jnp.sum(basis.values, axis=-1, keepdims=True)
   known = (total > 0) & (trace > 0)
   exponent = jnp.round(jnp.log2(jnp.where(known, trace, 1)) - jnp.log2(jnp.where(known, total, 1)))
@@ -224,7 +244,8 @@ def _balanced(factors: Factors) -> Factors:
   left, right = factors
   if left is None or right is None:
     return factors
-  traces = [jnp.trace(factor, axis1=-2, axis2=-1)[:, None, None] / factor.shape[-1] for factor in (left, right)]
+  diagonals = [jnp.diagonal(factor, axis1=-2, axis2=-1) for factor in (left, right)]
+  traces = [jnp.mean(diagonal, axis=tuple(range(1, diagonal.ndim))) for diagonal in diagonals]
   apart = jnp.where((traces[0] > 0) & (traces[1] > 0), jnp.log2(traces[0]) - jnp.log2(traces[1]), 0)
   exponent = jnp.where(jnp.abs(apart) > 40, jnp.round(apart / 2), 0)
-  return Factors(left * jnp.exp2(-exponent), right * jnp.exp2(exponent))
+  return Factors(left * per_matrix(jnp.exp2(-exponent), left), right * per_matrix(jnp.exp2(exponent), right))

@@ -1,6 +1,7 @@
 """The transform that runs any elementwise optimizer in the eigenbasis of the covariance factors."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -215,16 +216,24 @@ def _refreshed(refresh: Refresh, arrange: Arrange, factors: Factors, finite: jax
 
 def _permute(moment: jax.Array, rows: jax.Array | None, columns: jax.Array | None) -> jax.Array:
   if rows is not None:
-    moment = jnp.take_along_axis(moment, rows[:, :, None], axis=1)
+    moment = jnp.take_along_axis(moment, _of_side(rows)[:, :, None], axis=1)
   if columns is not None:
-    moment = jnp.take_along_axis(moment, columns[:, None, :], axis=2)
+    moment = jnp.take_along_axis(moment, _of_side(columns)[:, None, :], axis=2)
   return moment
+
+
+def _of_side(order: jax.Array) -> jax.Array:
+  """Returns an order of a side, from those inside its blocks where it is cut into blocks."""
+  if order.ndim == 2:
+    return order
+  batch, blocks, size = order.shape
+  return (order + size * jnp.arange(blocks)[:, None]).reshape(batch, blocks * size)
 
 
 def _check_factors(shapes: dict[str, jax.ShapeDtypeStruct], factors: dict[str, Factors]) -> None:
   for path, shape in shapes.items():
     sides = factors.get(path, (None, None))
-    sizes = [None if side is None else side.shape[:2] for side in sides]
+    sizes = [None if side is None else (side.shape[0], math.prod(side.shape[1:-1])) for side in sides]
     batch, m, n = shape.shape
     if path not in factors or sizes[0] not in (None, (batch, m)) or sizes[1] not in (None, (batch, n)):
       raise ValueError(

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
+from emopt_jax.linalg.blocks import multiply_left, multiply_right
 from emopt_jax.linalg.factors import Factors
-from emopt_jax.linalg.products import all_finite, product
+from emopt_jax.linalg.products import all_finite
 from emopt_jax.linalg.roots import matrix_power
 from emopt_jax.matrices import Axes, from_stacks, to_stacks
 
@@ -82,6 +83,6 @@ def _precondition(gradient: jax.Array, factors: Factors, exponent: float, floor:
       continue
     power = matrix_power(factor, exponent, floor=floor)
     # A factor whose roots are not finite leaves that side alone for the step; the factors themselves are never lost.
-    preconditioned = product(power, gradient) if from_left else product(gradient, power)
+    preconditioned = multiply_left(power, gradient) if from_left else multiply_right(gradient, power)
     gradient = jnp.where(all_finite(power)[:, None, None], preconditioned, gradient)
   return gradient

@@ -14,10 +14,18 @@ ENTRIES = [('A', 'Auto'), ('A', 'Explicit'), ('B', 'Auto'), ('B', 'Explicit'), (
 def in_short_run(optimizer: str, count: str, entry: str, kind: str, layout: str) -> bool:
   """Returns whether a case is in the short run: each optimizer, count, entry, mesh and layout, not all together."""
   if optimizer == 'muon':
-    return count in ('13', '3') or kind == 'Auto'
-  if count == '3' and optimizer == 'kl_soap':
-    return True
-  return layout == 'replicated' and (entry, kind) == ('A', 'Auto')
+    return count == '13' or (kind == 'Auto' and (count == '48 in 4 classes' or layout == 'replicated'))
+  if optimizer == 'kl_soap' and count == '3':
+    return entry == 'C' or (entry, kind, layout) in KL_SOAP
+  return (entry, kind, layout) == ('A', 'Auto', 'replicated') and (optimizer, count) != ('soap', '48 in 4 classes')
+
+
+KL_SOAP = {
+  ('A', 'Auto', 'FSDP x tensor parallel'),
+  ('A', 'Explicit', 'tensor parallel'),
+  ('B', 'Auto', 'FSDP'),
+  ('B', 'Explicit', 'replicated'),
+}
 
 
 def pytest_generate_tests(metafunc):

@@ -79,12 +79,37 @@ def by_magnitude(w):
   return np.argsort(np.floor(np.log2(w.max() / w)), kind='stable')
 
 
-def soap(gradients, *, kl=False, refresh=orthogonal_iteration, refresh_every=1, offset=0, b1=0.9, b2=0.95, decay=0.95):
+def blocks_by_magnitude(w, block_size):
+  """Returns `by_magnitude` within each block of that size."""
+  starts = range(0, len(w), block_size)
+  return np.concatenate([start + by_magnitude(w[start : start + block_size]) for start in starts])
+
+
+def block_diagonal(factor, block_size):
+  """Returns the factor without what is outside of its diagonal blocks."""
+  block = np.arange(len(factor)) // block_size
+  return factor * (block[:, None] == block)
+
+
+def soap(
+  gradients,
+  *,
+  kl=False,
+  refresh=orthogonal_iteration,
+  refresh_every=1,
+  offset=0,
+  b1=0.9,
+  b2=0.95,
+  decay=0.95,
+  block_size=10**9,
+  right_block_size=None,
+):
   """Returns the update of every step, without learning rate: Adam with eps = 0 in the eigenbasis of the factors.
 
   A refresh is due at steps 0, refresh_every, ... counted from -offset. Before the first one the bases are the identity
   and the eigenvalues those of a multiple of the identity with the factor's trace.
   """
+  right_block_size = right_block_size or block_size
   m, n = gradients[0].shape
   left, right = (kl_start if kl else kronecker_start)(np.asarray(gradients[0], np.float64))
   q_left, q_right = np.eye(m), np.eye(n)
@@ -100,11 +125,12 @@ def soap(gradients, *, kl=False, refresh=orthogonal_iteration, refresh_every=1, 
       left, right = kl_step(left, right, gradient, decay, *bases)
     else:
       left, right = kronecker_step(left, right, gradient, decay)
+    left, right = block_diagonal(left, block_size), block_diagonal(right, right_block_size)
     if (step + offset) % refresh_every == 0:
       mu = q_left @ mu @ q_right.T
       q_left, w_left = refresh(left, q_left)
       q_right, w_right = refresh(right, q_right)
-      rows, columns = by_magnitude(w_left), by_magnitude(w_right)
+      rows, columns = blocks_by_magnitude(w_left, block_size), blocks_by_magnitude(w_right, right_block_size)
       q_left, w_left, q_right, w_right = q_left[:, rows], w_left[rows], q_right[:, columns], w_right[columns]
       mu = q_left.T @ mu @ q_right
       nu = nu[np.ix_(rows, columns)]
