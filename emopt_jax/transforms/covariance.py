@@ -36,7 +36,6 @@ class CovarianceState(NamedTuple):
 
 def frobenius_start(gradient: jax.Array, factors: Factors) -> tuple[jax.Array, jax.Array]:
   """Returns |G|_F^2 / m and |G|_F^2 / n, so that the first factors have the trace of G G^T but no direction."""
-  del factors
   square = jnp.square(frobenius_norm(gradient))
   return square / gradient.shape[-2], square / gradient.shape[-1]
 
@@ -154,8 +153,8 @@ def _covariance(advance, decay: Decay, *, start: Start, sizes: tuple[int, int | 
   max_dim, block_size = sizes
   if not callable(decay):
     check_decay('decay', decay)
-  for name, size in (('max_dim', max_dim), ('block_size', 1 if block_size is None else block_size)):
-    check_at_least_one(name, size)
+  check_at_least_one('max_dim', max_dim)
+  check_at_least_one('block_size', 1 if block_size is None else block_size)
 
   def init(params):
     shapes = stack_shapes(params, axes)

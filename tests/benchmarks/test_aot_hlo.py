@@ -1,17 +1,9 @@
 """What `benchmarks/hlo.py` reads from programs: pieces of compiled ones, for GPUs and for TPUs, cut down."""
 
 import doctest
-import importlib.util
-import pathlib
-import sys
 
+import hlo
 import pytest
-
-FILE = pathlib.Path(__file__).parents[2] / 'benchmarks' / 'hlo.py'
-specification = importlib.util.spec_from_file_location('benchmarks_hlo', FILE)
-hlo = importlib.util.module_from_spec(specification)
-sys.modules['benchmarks_hlo'] = hlo
-specification.loader.exec_module(hlo)
 
 GPU = """HloModule jit_body, is_scheduled=true
 
