@@ -36,7 +36,13 @@ def make_parameters(width: int, layers: int) -> dict[str, jax.Array]:
   }
 
 
-def competitors() -> dict[str, optax.GradientTransformation]:
+def kl_soap_with(**sizes: int) -> optax.GradientTransformation:
+  """Returns `kl_soap(0.01)` with smaller factors for long sides."""
+  rotated = emopt_jax.scale_by_soap(emopt_jax.kl_covariance(**sizes))
+  return optax.chain(rotated, optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(0.01))
+
+
+def competitors(width: int) -> dict[str, optax.GradientTransformation]:
   # The same table, steps, precision and scale on both sides of the first pair.
   five_steps = functools.partial(newton_schulz, coefficients=QUINTIC)
   return {
@@ -46,6 +52,8 @@ def competitors() -> dict[str, optax.GradientTransformation]:
     'optax.adamw': optax.adamw(0.01),
     'soap': emopt_jax.soap(0.01),
     'kl_soap': emopt_jax.kl_soap(0.01),
+    'kl_soap, blocks of the width': kl_soap_with(block_size=width),
+    'kl_soap, one-sided': kl_soap_with(max_dim=width),
     'shampoo': emopt_jax.shampoo(0.01),
   }
 
@@ -68,7 +76,7 @@ def main() -> None:
 
   parameters = make_parameters(arguments.width, arguments.layers)
   gradients = jax.tree.map(lambda p: 1e-3 * jnp.sin(1e3 * p), parameters)
-  chosen = {name: o for name, o in competitors().items() if not arguments.only or name in arguments.only}
+  chosen = {name: o for name, o in competitors(arguments.width).items() if not arguments.only or name in arguments.only}
   compiled = {name: compile_step(optimizer, parameters) for name, optimizer in chosen.items()}
   states = {name: state for name, (_, state, _) in compiled.items()}
   times: dict[str, list[float]] = {name: [] for name in compiled}

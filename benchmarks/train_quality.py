@@ -15,7 +15,8 @@ import sys
 
 TRAIN = pathlib.Path(__file__).parents[1] / 'examples' / 'train_lm.py'
 RUNS = pathlib.Path('runs', 'quality')
-CANDIDATES = [('adamw', rate) for rate in (1e-3, 3e-3, 1e-2)] + [(name, 1e-2) for name in ('muon', 'soap', 'kl_soap')]
+MATRIX_OPTIMIZERS = ('muon', 'soap', 'kl_soap', 'kl_soap_blocks', 'kl_soap_one_sided')
+CANDIDATES = [('adamw', rate) for rate in (1e-3, 3e-3, 1e-2)] + [(name, 1e-2) for name in MATRIX_OPTIMIZERS]
 
 
 def train(optimizer: str, learning_rate: float, seed: int, steps: int) -> list[dict]:
