@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.scipy.linalg import solve_triangular
 from jax.typing import DTypeLike
@@ -18,8 +17,9 @@ from jaxtyping import Array, Float
 
 from emopt_jax.distributed.costs import newton_schulz_cost
 from emopt_jax.linalg.coefficients import POLAR_EXPRESS, Coefficients
-from emopt_jax.linalg.polar import _product, newton_schulz
-from emopt_jax.linalg.products import frobenius_norm, product, transpose
+from emopt_jax.linalg.gram import plain_steps, row_scale
+from emopt_jax.linalg.polar import newton_schulz
+from emopt_jax.linalg.products import frobenius_norm, product, symmetric_product, transpose
 
 
 def duplicated(
@@ -102,10 +102,11 @@ def gram(
   lower = _cholesky(matrix)
   y = solve_triangular(lower, y, lower=True)
   for _ in range(refinements):
-    correction = _cholesky(lax.psum(product(y, transpose(y)), axis))
+    correction = _cholesky(lax.psum(symmetric_product(y, y), axis))
     y, lower = solve_triangular(correction, y, lower=True), product(lower, correction)
-  factor = _iterate(lower, product(lower, transpose(lower)), rows, lambda z: _product(z, transpose(z), dtype), dtype)
-  y = _product(factor, y, dtype)
+  matrix = symmetric_product(lower, lower)
+  factor = plain_steps(lower, matrix, rows, lambda z: symmetric_product(z, z, dtype), dtype)
+  y = product(factor, y, dtype)
   return (y if dim == -1 else transpose(y)).astype(x.dtype)
 
 
@@ -138,7 +139,7 @@ def per_step(
     Array([[1., 0.]], dtype=float32)
   """
   y, matrix, rows = _start(x, axis, dim, coefficients, steps)
-  y = _iterate(y, matrix, rows, lambda z: lax.psum(_product(z, transpose(z), dtype), axis), dtype)
+  y = plain_steps(y, matrix, rows, lambda z: lax.psum(symmetric_product(z, z, dtype), axis), dtype)
   return (y if dim == -1 else transpose(y)).astype(x.dtype)
 
 
@@ -213,26 +214,9 @@ def _start(x: jax.Array, axis: str, dim: int, coefficients: Coefficients, steps:
   # As in newton_schulz: squares of numbers beyond 1e19 would leave float32. A shard of zeros must not count as 1 here.
   largest = lax.pmax(jnp.max(jnp.abs(y), axis=(-2, -1), keepdims=True), axis)
   y = y / jnp.where(largest > 0, largest, 1)
-  matrix = lax.psum(product(y, transpose(y)), axis)
-  row_sums = jnp.sum(jnp.abs(matrix), axis=-1, keepdims=True)
-  squared_norm = jnp.trace(matrix, axis1=-2, axis2=-1)[..., None, None]
-  factor, squared = (0.8, row_sums) if coefficients.rescales_rows else (1.0, squared_norm)
-  scale = factor * lax.rsqrt(jnp.where(squared > 0, squared, 1))
+  matrix = lax.psum(symmetric_product(y, y), axis)
+  scale = row_scale(matrix, coefficients)
   return scale * y, scale * matrix * transpose(scale), coefficients.schedule(steps)
-
-
-def _iterate(y: jax.Array, matrix: jax.Array, rows: np.ndarray, form_gram: Callable, dtype: DTypeLike | None):
-  """Runs the steps on y, whose Gram matrix is given for the first of them and formed for the others."""
-  cubic = not rows[:, 2].any()
-  table = jnp.asarray(rows, y.dtype)
-
-  def step(y, matrix, row):
-    a, b, c = row
-    polynomial = b * matrix if cubic else b * matrix + c * _product(matrix, matrix, dtype)
-    return a * y + _product(polynomial, y, dtype)
-
-  y, _ = lax.scan(lambda y, row: (step(y, form_gram(y), row), None), step(y, matrix, table[0]), table[1:])
-  return y
 
 
 def _cholesky(matrix: jax.Array) -> jax.Array:

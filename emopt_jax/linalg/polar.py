@@ -2,11 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from emopt_jax.linalg import gram
 from emopt_jax.linalg.coefficients import POLAR_EXPRESS, Coefficients
-from emopt_jax.linalg.products import frobenius_norm, largest_magnitude, product, transpose
+from emopt_jax.linalg.products import largest_magnitude, product, symmetric_product, transpose
 
 
 def newton_schulz(
@@ -18,7 +20,13 @@ def newton_schulz(
 ) -> Float[Array, '*batch m n']:
   """Approximates the polar factor of each matrix by matrix products alone.
 
-  X_0 = X / |X|_F, then X <- aX + (bA + cA^2)X with A = X X^T, on the smaller side.
+  X_0 = X / |X|_F, then X <- aX + (bA + cA^2)X with A = X X^T, on the smaller side. Where that takes fewer operations
+  (see `restart_lengths`), all but two or three steps run on A alone.
+
+  Accuracy in float32, measured up to [128, 512], condition number 1e6, rank 8 of 128 and singular values k^-2, as the
+  spectral norm of the difference from the same steps in float64: 1e-4 for the 5-step tables (`CANS` 4e-4), 2e-3 for
+  `POLAR_EXPRESS`, at most 10 times the rounding errors of steps on X alone. |U U^T - I|_2 after 16 `POLAR_EXPRESS` steps
+  is 2e-6 up to condition number 1e4. `QUINTIC` in bfloat16 0.02, in float16 0.003; `POLAR_EXPRESS` in bfloat16 0.06.
 
   Args:
     x: Matrices `[*batch, m, n]` of any real floating dtype and any scale: the result for c * x is that for x.
@@ -43,39 +51,48 @@ def newton_schulz(
   """
   wide = x.shape[-2] <= x.shape[-1]
   y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-  # The largest magnitude first: the squares inside the Frobenius norm would leave float32 for |x| beyond 1e19.
+  # The largest magnitude first: the squares inside the Gram matrix would leave float32 for |x| beyond 1e19.
   y = y / largest_magnitude(y)
-  if not coefficients.rescales_rows:
-    norm = frobenius_norm(y)
-    y = y / jnp.where(norm > 0, norm, 1)
   y = y if wide else transpose(y)
-  if coefficients.rescales_rows:
-    y = _rescale_rows(y)
+  matrix = _gram(y, dtype)
+  scale = gram.row_scale(matrix, coefficients)
+  matrix = scale * matrix * transpose(scale)
 
   rows = coefficients.schedule(steps)
-  cubic = not rows[:, 2].any()
-
-  def step(y, row):
-    a, b, c = row
-    gram = _product(y, transpose(y), dtype)
-    polynomial = b * gram if cubic else b * gram + c * _product(gram, gram, dtype)
-    return a * y + _product(polynomial, y, dtype), None
-
-  y, _ = jax.lax.scan(step, y, jnp.asarray(rows, y.dtype))
+  lengths = restart_lengths(y.shape[-2], y.shape[-1], rows, dtype)
+  if len(lengths) == len(rows):
+    y = gram.plain_steps(scale * y, matrix, rows, lambda z: _gram(z, dtype), dtype)
+  else:
+    first, *others = np.split(rows, np.cumsum(lengths)[:-1])
+    y = gram.gram_steps(y, matrix, first, scale, dtype)
+    for part in others:
+      y = gram.gram_steps(y, _gram(y, dtype), part, jnp.ones(()), dtype)
   y = y if wide else transpose(y)
   return y.astype(x.dtype)
 
 
-def _product(a: jax.Array, b: jax.Array, dtype: DTypeLike | None) -> jax.Array:
-  if dtype is None:
-    return product(a, b)
-  return jnp.matmul(a.astype(dtype), b.astype(dtype), preferred_element_type=a.dtype)
+def restart_lengths(m: int, n: int, rows: np.ndarray, dtype: DTypeLike | None = None) -> tuple[int, ...]:
+  """Returns how many steps `newton_schulz` takes from one Gram matrix of X to the next, part by part: all 1 is plain.
+
+  The fewest operations of the two, by `gram.step_cost`: squares are plain, sides of 1 : 4 are not. In 16 bits all are
+  plain, since an entry of A rounded to 4e-3 leaves nothing of the singular values that the Gram matrix squares.
+
+  Args:
+    m, n: Sides of a matrix.
+    rows: Rows (a, b, c) `[steps, 3]`, as from `Coefficients.schedule`.
+    dtype: As for `newton_schulz`.
+
+  Example:
+    >>> restart_lengths(256, 1024, POLAR_EXPRESS.schedule(16))
+    (3, 6, 7)
+  """
+  # Between restarts slopes multiply to at most about 100: errors of 6e-8 * 100^2 in singular values near 0 at most.
+  growth = 100.0 if dtype is None or jnp.finfo(dtype).bits >= 32 else 1.0
+  return gram.cheapest_lengths(min(m, n), max(m, n), rows, growth)
 
 
-def _rescale_rows(y: jax.Array) -> jax.Array:
-  row_sums = jnp.sum(jnp.abs(product(y, transpose(y))), axis=-1, keepdims=True)
-  # The bound is 1, which a matrix of rank one reaches, and above 0.88 the first AOL row turns the sign round.
-  return 0.8 * y * jax.lax.rsqrt(jnp.where(row_sums > 0, row_sums, 1))
+def _gram(y: jax.Array, dtype: DTypeLike | None) -> jax.Array:
+  return symmetric_product(y, y, dtype)
 
 
 def polar_svd(x: Float[Array, '*batch m n']) -> Float[Array, '*batch m n']:
