@@ -17,8 +17,10 @@ from emopt_jax.linalg.eigenbasis import qr_refresh as qr_refresh
 from emopt_jax.linalg.eigenbasis import sort_by_magnitude as sort_by_magnitude
 from emopt_jax.linalg.eigenbasis import sort_descending as sort_descending
 from emopt_jax.linalg.factors import Factors as Factors
+from emopt_jax.linalg.gated import gated as gated
 from emopt_jax.linalg.polar import newton_schulz as newton_schulz
 from emopt_jax.linalg.polar import polar_svd as polar_svd
+from emopt_jax.linalg.product_refresh import jacobi_refresh as jacobi_refresh
 from emopt_jax.matrices import MatrixAxes as MatrixAxes
 from emopt_jax.matrices import leaf_path as leaf_path
 from emopt_jax.optimizers.muon import mop as mop

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from emopt_jax.linalg.eigenbasis import Eigenbasis
+from emopt_jax.linalg.product_refresh import off_diagonal_share, rotated_factor
 from emopt_jax.linalg.products import product, root_mean_square, transpose
 from emopt_jax.matrices import leaf_path
 
@@ -42,10 +43,7 @@ def basis_staleness(factor: Float[Array, '*batch n n'], eigenbasis: Eigenbasis) 
     >>> basis_staleness(jnp.diag(jnp.array([1.0, 2.0])), Eigenbasis(jnp.eye(2), jnp.ones(2)))
     Array(0., dtype=float32)
   """
-  rotated = product(product(transpose(eigenbasis.vectors), factor), eigenbasis.vectors)
-  off_diagonal = rotated * (1 - jnp.eye(rotated.shape[-1], dtype=rotated.dtype))
-  total = jnp.linalg.norm(rotated, axis=(-2, -1))
-  return jnp.linalg.norm(off_diagonal, axis=(-2, -1)) / jnp.where(total > 0, total, 1)
+  return off_diagonal_share(rotated_factor(factor, eigenbasis.vectors))
 
 
 def factor_condition(factor: Float[Array, '*batch n n']) -> Float[Array, '*batch']:
