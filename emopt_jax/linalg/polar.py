@@ -25,7 +25,7 @@ def newton_schulz(
 
   Accuracy in float32, measured up to [128, 512], condition number 1e6, rank 8 of 128 and singular values k^-2, as the
   spectral norm of the difference from the same steps in float64: 1e-4 for the 5-step tables (`CANS` 4e-4), 2e-3 for
-  `POLAR_EXPRESS`, at most 10 times the rounding errors of steps on X alone. |U U^T - I|_2 after 16 `POLAR_EXPRESS` steps
+  `POLAR_EXPRESS`, at most 10 times the rounding errors of steps on X alone. |U U^T - I|_2 after 16 steps of the latter
   is 2e-6 up to condition number 1e4. `QUINTIC` in bfloat16 0.02, in float16 0.003; `POLAR_EXPRESS` in bfloat16 0.06.
 
   Args:

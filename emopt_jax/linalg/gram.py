@@ -1,0 +1,152 @@
+"""Newton-Schulz steps on a matrix and on its Gram matrix A = X X^T of the shorter side, and what either costs.
+
+A step is X <- QX with Q = aI + bA + cA^2, so that any number of them is one matrix P, found without X: P <- QP and
+A <- QAQ. But A squares the singular values, and float32 loses those below 3e-4 |X|_F: what is lost there, t |A| in A,
+becomes t g^2 of a singular value after steps whose slopes at 0 multiply to g, and beyond t g^2 = 1 A turns indefinite
+and the iteration diverges. So X is formed, and A anew from it, as often as keeps g small. Restarted at every step, this
+is the plain iteration.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from emopt_jax.linalg.coefficients import Coefficients
+from emopt_jax.linalg.products import product, symmetric_product, symmetric_share
+
+
+def row_scale(matrix: Float[Array, '*batch m m'], coefficients: Coefficients) -> jax.Array:
+  """Returns what the rows of X are multiplied by before the first step, `[*batch, 1 or m, 1]`, from A = X X^T.
+
+  1 / |X|_F; for tables that rescale rows 0.8 / sqrt(sum_j |A_ij|): the bound is 1, which a matrix of rank one reaches,
+  and above 0.88 the first AOL row turns the sign round. 1 for what is zero.
+  """
+  if coefficients.rescales_rows:
+    factor, squared = 0.8, jnp.sum(jnp.abs(matrix), axis=-1, keepdims=True)
+  else:
+    factor, squared = 1.0, jnp.trace(matrix, axis1=-2, axis2=-1)[..., None, None]
+  return factor * lax.rsqrt(jnp.where(squared > 0, squared, 1))
+
+
+def plain_steps(
+  x: Float[Array, '*batch m n'],
+  matrix: Float[Array, '*batch m m'],
+  rows: np.ndarray,
+  form_gram: Callable[[jax.Array], jax.Array],
+  dtype: DTypeLike | None,
+) -> Float[Array, '*batch m n']:
+  """Runs X <- aX + (bA + cA^2)X for each row (a, b, c).
+
+  Args:
+    x: Normalised matrices.
+    matrix: A of x.
+    rows: `[steps, 3]`.
+    form_gram: Returns A of the X after each step.
+    dtype: Dtype of the operands of the products, by default that of x.
+  """
+  cubic = not rows[:, 2].any()
+  table = jnp.asarray(rows, x.dtype)
+
+  def step(x, matrix, row):
+    return row[0] * x + product(_polynomial(matrix, row, cubic, dtype), x, dtype)
+
+  x = step(x, matrix, table[0])
+  return lax.scan(lambda x, row: (step(x, form_gram(x), row), None), x, table[1:])[0]
+
+
+def gram_steps(
+  x: Float[Array, '*batch m n'],
+  matrix: Float[Array, '*batch m m'],
+  rows: np.ndarray,
+  scale: jax.Array,
+  dtype: DTypeLike | None,
+) -> Float[Array, '*batch m n']:
+  """Runs the steps of `plain_steps` on A, and multiplies X once.
+
+  Args:
+    x: Matrices, not yet multiplied by `scale`.
+    matrix: A of scale * x.
+    rows: `[steps, 3]`, with slopes a that multiply to at most about 100 in float32.
+    scale: As from `row_scale`, or 1.
+    dtype: As in `plain_steps`.
+  """
+  cubic = not rows[:, 2].any()
+  table = jnp.asarray(rows, x.dtype)
+  identity = jnp.eye(matrix.shape[-1], dtype=x.dtype)
+
+  def factor(matrix, row):
+    return row[0] * identity + _polynomial(matrix, row, cubic, dtype)
+
+  def advance(matrix, q):
+    return symmetric_product(symmetric_product(q, matrix, dtype), q, dtype)
+
+  def step(carry, row):
+    p, matrix = carry
+    q = factor(matrix, row)
+    return (symmetric_product(q, p, dtype), advance(matrix, q)), None
+
+  p = factor(matrix, table[0])
+  if len(rows) > 1:
+    (p, matrix), _ = lax.scan(step, (p, advance(matrix, p)), table[1:-1])
+    p = symmetric_product(factor(matrix, table[-1]), p, dtype)
+  p = p * jnp.swapaxes(scale, -1, -2) if jnp.ndim(scale) else p
+  return product(p, x, dtype)
+
+
+def partition(rows: np.ndarray, growth: float) -> tuple[int, ...]:
+  """Returns the numbers of steps between two restarts: the fewest, of nearly equal growth of at most about `growth`.
+
+  Args:
+    rows: Rows (a, b, c) `[steps, 3]`.
+    growth: Product of the slopes a at 0 of the steps from one restart to the next.
+
+  Example:
+    >>> import emopt_jax
+    >>> partition(emopt_jax.POLAR_EXPRESS.schedule(16), 100)
+    (3, 6, 7)
+  """
+  logarithms = np.log(np.maximum(rows[:, 0], 1))
+  total = logarithms.sum()
+  parts = max(math.ceil(total / math.log(growth)), 1) if growth > 1 else len(rows)
+  if parts >= len(rows) or total == 0:
+    return (1,) * len(rows)
+  centres = (np.cumsum(logarithms) - logarithms / 2) / total
+  # A part that no step falls into is left out.
+  counts = np.bincount(np.minimum((parts * centres).astype(int), parts - 1))
+  return tuple(int(count) for count in counts if count)
+
+
+def step_cost(m: int, n: int, rows: np.ndarray, lengths: tuple[int, ...]) -> float:
+  """Returns the operations of the steps on one matrix `[m, n]`, m <= n, restarted after each of `lengths`.
+
+  A restart costs (2 + 2s) m^2 n, a square and each of the three products of a step without one 2s m^3, where s is
+  `symmetric_share(m)`.
+
+  Example:
+    >>> import emopt_jax
+    >>> rows = emopt_jax.QUINTIC.schedule()
+    >>> step_cost(100, 400, rows, (2, 3)) / step_cost(100, 400, rows, (1,) * 5)
+    0.6666666666666666
+  """
+  share = symmetric_share(m)
+  squares = len(rows) if rows[:, 2].any() else 0
+  return 2 * share * m**3 * (squares + 3 * (len(rows) - len(lengths))) + (2 + 2 * share) * float(m) ** 2 * n * len(
+    lengths
+  )
+
+
+def cheapest_lengths(m: int, n: int, rows: np.ndarray, growth: float) -> tuple[int, ...]:
+  """Returns the cheaper of `partition(rows, growth)` and the plain iteration (1, 1, ...), for `[m, n]`, m <= n."""
+  return min((1,) * len(rows), partition(rows, growth), key=lambda lengths: step_cost(m, n, rows, lengths))
+
+
+def _polynomial(matrix: jax.Array, row: jax.Array, cubic: bool, dtype: DTypeLike | None) -> jax.Array:
+  if cubic:
+    return row[1] * matrix
+  return row[1] * matrix + row[2] * symmetric_product(matrix, matrix, dtype)
