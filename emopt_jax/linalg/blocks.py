@@ -7,7 +7,7 @@ matrix by matrix (a refresh, a root) takes either as it is; what multiplies or a
 import jax
 from jaxtyping import Array, Float
 
-from emopt_jax.linalg.products import product, transpose
+from emopt_jax.linalg.products import product, symmetric_product, transpose
 
 
 def number_of_blocks(size: int, block_size: int | None) -> int | None:
@@ -61,9 +61,9 @@ def outer_product(x: Float[Array, '*batch m n'], like: jax.Array) -> jax.Array:
     like: A factor of its rows, full or in blocks.
   """
   if like.ndim == x.ndim:
-    return product(x, transpose(x))
+    return symmetric_product(x, x)
   blocks = x.reshape(*x.shape[:-2], like.shape[-3], like.shape[-1], x.shape[-1])
-  return product(blocks, transpose(blocks))
+  return symmetric_product(blocks, blocks)
 
 
 def per_matrix(numbers: jax.Array, like: jax.Array) -> jax.Array:

@@ -54,19 +54,18 @@ def newton_schulz(
   # The largest magnitude first: the squares inside the Gram matrix would leave float32 for |x| beyond 1e19.
   y = y / largest_magnitude(y)
   y = y if wide else transpose(y)
+  y = y * gram.row_scale(_gram(y, dtype), coefficients) if coefficients.rescales_rows else y / _norm(y)
   matrix = _gram(y, dtype)
-  scale = gram.row_scale(matrix, coefficients)
-  matrix = scale * matrix * transpose(scale)
 
   rows = coefficients.schedule(steps)
   lengths = restart_lengths(y.shape[-2], y.shape[-1], rows, dtype)
   if len(lengths) == len(rows):
-    y = gram.plain_steps(scale * y, matrix, rows, lambda z: _gram(z, dtype), dtype)
+    y = gram.plain_steps(y, matrix, rows, lambda z: _gram(z, dtype), dtype)
   else:
     first, *others = np.split(rows, np.cumsum(lengths)[:-1])
-    y = gram.gram_steps(y, matrix, first, scale, dtype)
+    y = gram.gram_steps(y, matrix, first, dtype)
     for part in others:
-      y = gram.gram_steps(y, _gram(y, dtype), part, jnp.ones(()), dtype)
+      y = gram.gram_steps(y, _gram(y, dtype), part, dtype)
   y = y if wide else transpose(y)
   return y.astype(x.dtype)
 
@@ -74,8 +73,8 @@ def newton_schulz(
 def restart_lengths(m: int, n: int, rows: np.ndarray, dtype: DTypeLike | None = None) -> tuple[int, ...]:
   """Returns how many steps `newton_schulz` takes from one Gram matrix of X to the next, part by part: all 1 is plain.
 
-  The fewest operations of the two, by `gram.step_cost`: squares are plain, sides of 1 : 4 are not. In 16 bits all are
-  plain, since an entry of A rounded to 4e-3 leaves nothing of the singular values that the Gram matrix squares.
+  Plain unless that takes a fifth more operations, by `gram.step_cost`: squares are plain, sides of 1 : 4 are not. In 16
+  bits all are plain, since an entry of A rounded to 4e-3 leaves nothing of the singular values that A squares.
 
   Args:
     m, n: Sides of a matrix.
@@ -89,6 +88,12 @@ def restart_lengths(m: int, n: int, rows: np.ndarray, dtype: DTypeLike | None = 
   # Between restarts slopes multiply to at most about 100: errors of 6e-8 * 100^2 in singular values near 0 at most.
   growth = 100.0 if dtype is None or jnp.finfo(dtype).bits >= 32 else 1.0
   return gram.cheapest_lengths(min(m, n), max(m, n), rows, growth)
+
+
+def _norm(y: jax.Array) -> jax.Array:
+  """Returns |Y|_F of matrices whose largest entry is 1, and 1 for a zero matrix."""
+  norm = jnp.sqrt(jnp.sum(jnp.square(y), axis=(-2, -1), keepdims=True))
+  return jnp.where(norm > 0, norm, 1)
 
 
 def _gram(y: jax.Array, dtype: DTypeLike | None) -> jax.Array:

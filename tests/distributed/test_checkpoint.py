@@ -131,8 +131,11 @@ def test_from_no_mesh_to_8():
   problems.assert_close(*(jax.tree.map(np.asarray, x) for x in (after, optax.apply_updates(params, updates))), 1e-6)
 
 
-@pytest.mark.parametrize(('inner', 'kind'), [('soap', 'Auto'), ('muon', 'Explicit')])
-@pytest.mark.parametrize('layout', problems.LAYOUTS)
+@pytest.mark.parametrize(
+  ('inner', 'kind', 'layout'),
+  [('soap', 'Auto', 'replicated'), ('soap', 'Auto', 'FSDP x tensor parallel')]
+  + [('muon', 'Explicit', layout) for layout in problems.LAYOUTS],
+)
 def test_there_and_back_is_the_identity(inner, layout, kind):
   run = Run(problems.problem('48 in 4 classes', layout, kind), problems.INNERS[inner])
   _, state = run.start()

@@ -13,18 +13,23 @@ ENTRIES = [('A', 'Auto'), ('A', 'Explicit'), ('B', 'Auto'), ('B', 'Explicit'), (
 
 def in_short_run(optimizer: str, count: str, entry: str, kind: str, layout: str) -> bool:
   """Returns whether a case is in the short run: each optimizer, count, entry, mesh and layout, not all together."""
+  if optimizer == 'muon' and count == '13':
+    return kind == 'Auto' or entry == 'C' or layout == 'FSDP x tensor parallel'
   if optimizer == 'muon':
-    return count == '13' or (kind == 'Auto' and (count == '48 in 4 classes' or layout == 'replicated'))
+    return (entry, kind) == ('A', 'Auto') and (count == '48 in 4 classes' or layout == 'replicated')
   if optimizer == 'kl_soap' and count == '3':
-    return entry == 'C' or (entry, kind, layout) in KL_SOAP
-  return (entry, kind, layout) == ('A', 'Auto', 'replicated') and (optimizer, count) != ('soap', '48 in 4 classes')
+    return (entry, kind, layout) in KL_SOAP
+  return (entry, kind, layout) == ('A', 'Auto', 'replicated') and (optimizer, count) in (
+    ('kl_soap', '48 in 4 classes'),
+    ('soap', '3'),
+  )
 
 
 KL_SOAP = {
   ('A', 'Auto', 'FSDP x tensor parallel'),
   ('A', 'Explicit', 'tensor parallel'),
   ('B', 'Auto', 'FSDP'),
-  ('B', 'Explicit', 'replicated'),
+  ('C', 'Explicit', 'replicated'),
 }
 
 

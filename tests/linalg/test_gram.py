@@ -170,7 +170,7 @@ def test_row_scales():
 def test_gram_steps_are_steps(name, steps):
   x = by_condition(10) / np.float32(2)
   rows = TABLES[name].schedule(steps)
-  y = gram_steps(x, jnp.asarray(x @ x.T), rows, jnp.ones(()), None)
+  y = gram_steps(x, jnp.asarray(x @ x.T), rows, None)
   expected = np.float64(x)
   for a, b, c in rows:
     gram = expected @ expected.T
