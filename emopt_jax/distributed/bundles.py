@@ -115,6 +115,12 @@ def make_bundles(
     for group in groups:
       table = np.array([counts[i] for i in group]) * np.array([[sizes[i]] for i in group])
       offsets = np.cumsum(table, axis=0) - table
+      length = _whole_tiles(int(table.sum(axis=0).max()))
+      if length >= 2**31:
+        raise ValueError(
+          f'a device would own {length:,} numbers of {", ".join(classes[i].name for i in group)}, more than int32 '
+          'counts: deal them over more devices'
+        )
       bundles.append(
         Bundle(
           tuple(classes[i] for i in group),
@@ -124,7 +130,7 @@ def make_bundles(
           home,
           tuple(sizes[i] for i in group),
           tuple(tuple(map(int, row)) for row in offsets),
-          _whole_tiles(int(table.sum(axis=0).max())),
+          length,
         )
       )
   return tuple(bundles), loads

@@ -112,3 +112,9 @@ def test_axis_that_is_not_manual():
     state = jax.eval_shape(optimizer.init, PARAMS)
     update = lambda p: optimizer.update(p, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), state), p)[0]  # noqa: E731
     jax.jit(jax.shard_map(update, mesh=mesh(), in_specs=P(), out_specs=P(), axis_names={'model'}))(PARAMS)
+
+
+def test_more_numbers_on_a_device_than_int32_counts():
+  params = {f'layer_{i}': {'kernel': jax.ShapeDtypeStruct((32768, 32768), jnp.bfloat16)} for i in range(4)}
+  with pytest.raises(ValueError, match=r'own 2,147,483,648 numbers of 32768x32768, .*: deal them over more devices'):
+    distributed.plan_layerwise(params, jax.sharding.AbstractMesh((2,), ('data',)), 'data')
