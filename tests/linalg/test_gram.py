@@ -195,11 +195,11 @@ def test_cost_model_chooses():
     plain = (1,) * len(rows)
     for side in (8, 256, 1024):
       assert restart_lengths(side, side, rows) == plain
-      assert restart_lengths(4 * side, side, rows) == restart_lengths(side, 4 * side, rows) == partition(rows, 100)
+      assert restart_lengths(4 * side, side, rows) == restart_lengths(side, 4 * side, rows) == partition(rows, 30)
       assert (
         restart_lengths(side, 4 * side, rows, jnp.bfloat16) == restart_lengths(side, 4 * side, rows, 'float16') == plain
       )
-      assert restart_lengths(side, 4 * side, rows, jnp.float32) == partition(rows, 100)
+      assert restart_lengths(side, 4 * side, rows, jnp.float32) == partition(rows, 30)
   # One step is one step.
   assert cheapest_lengths(8, 800, emopt_jax.QUINTIC.schedule(1), 100) == (1,)
 
