@@ -231,8 +231,7 @@ def _ranks(text: str) -> int:
   if groups := re.search(r'replica_groups=\{\{([\d,]+)\}', text):
     return groups[1].count(',') + 1
   if mesh := re.search(r'replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}', text):
-    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh[1])}
-    return math.prod(sizes[name] for name in re.findall(r"'([^']*)'", mesh[2]))
+    return math.prod(int(re.search(rf"'{axis}'=(\d+)", mesh[1])[1]) for axis in re.findall(r"'([^']*)'", mesh[2]))
   if 'source_target_pairs' in text:
     return 2
   raise ValueError(f'a collective without replica groups, or in a form not known here: {text[:200]}')
