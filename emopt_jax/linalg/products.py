@@ -48,8 +48,8 @@ def symmetric_share(m: int) -> float:
 
 
 def _is_split(m: int) -> bool:
-  # Below, putting the blocks together costs what they save.
-  return m >= 256
+  # Below, putting the blocks together costs what they save, and more where several threads share a product.
+  return m >= 512
 
 
 def _rows_by_rows(a: jax.Array, b: jax.Array, dtype: DTypeLike | None) -> jax.Array:

@@ -212,10 +212,10 @@ def test_cost():
   assert step_cost(100, 400, rows, (2, 3)) == (2 * 16 + 2 * (5 + 3 * 3)) * 100**3
   assert step_cost(100, 400, cubic, (2, 3)) == (2 * 16 + 2 * 3 * 3) * 100**3
   # Three quarters of X X^T and A^2 in halves.
-  assert step_cost(256, 256, rows[:1], (1,)) == (1.5 + 1.5 + 2) * 256**3
+  assert step_cost(512, 512, rows[:1], (1,)) == (1.5 + 1.5 + 2) * 512**3
 
 
-@pytest.mark.parametrize('shape', [(256, 300), (2, 257, 40), (3, 5, 7), (600, 16)])
+@pytest.mark.parametrize('shape', [(512, 300), (2, 513, 40), (3, 5, 7), (1100, 16)])
 def test_symmetric_product(shape):
   x = normal(shape)
   y = np.asarray(symmetric_product(jnp.asarray(x), jnp.asarray(x)))
@@ -227,12 +227,12 @@ def test_symmetric_product(shape):
 
 
 def test_symmetric_share():
-  assert [symmetric_share(m) for m in (1, 255, 256, 511, 512, 1024)] == [1, 1, 0.75, 0.75, 0.625, 0.5625]
+  assert [symmetric_share(m) for m in (1, 511, 512, 1023, 1024, 2048)] == [1, 1, 0.75, 0.75, 0.625, 0.5625]
 
 
 def test_large_enough_for_blocks():
-  """Sides from 256 on are multiplied in blocks: the numbers stay those of float64, in either path."""
-  for shape in ((256, 1024), (257, 300)):
+  """Sides from 512 on are multiplied in blocks: the numbers stay those of float64, in either path."""
+  for shape in ((512, 1600), (513, 600)):
     x = normal(shape)
     # Rounding, amplified in small singular directions.
     assert spectral_norm(newton_schulz(x, coefficients=emopt_jax.QUINTIC) - oracle(x, emopt_jax.QUINTIC, 5)) < 1e-4
