@@ -98,7 +98,8 @@ def make_optimizer(name, learning_rate, params, args, mesh):
     plan = distributed.plan_layerwise(params, mesh, 'data', specs=specs)
   adamw = functools.partial(optax.adamw, b1=0.9, b2=0.95, weight_decay=0.1)
   if name == 'adamw':
-    return clipped(adamw(schedule(learning_rate))), clipped(adamw(schedule(learning_rate))), plan
+    plain = clipped(adamw(schedule(learning_rate)))
+    return plain, plain, plan
   if smaller := {'kl_soap_blocks': {'block_size': args.width}, 'kl_soap_one_sided': {'max_dim': args.width}}.get(name):
     rotated = emopt_jax.scale_by_soap(emopt_jax.kl_covariance(**smaller))
     decayed = optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(schedule(learning_rate))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from emopt_jax.distributed.bundles import Bundle, MatrixClass
-from emopt_jax.distributed.parcels import AxisNames, Leaf, matrix_name
+from emopt_jax.distributed.parcels import Leaf, matrix_name, sharding_axes
 from emopt_jax.distributed.plan import Plan
 
 MEND = 'give the plan, the parameters and the optimizer that the state was made with'
@@ -106,8 +106,7 @@ def _rows(plan: Plan, bundle: Bundle, one: MatrixClass, leaf: Leaf, part: int) -
 
 def _shard(plan: Plan, leaf: Leaf, dimension: int, coordinates: dict[str, int]) -> slice:
   """Returns the part of a dimension that lies at a position of the mesh."""
-  entry = leaf.spec[dimension] if dimension < len(leaf.spec) else None
-  names: AxisNames = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+  names = sharding_axes(leaf.path, leaf.shape, leaf.spec, plan.mesh.shape)[dimension]
   index = 0
   for name in names:
     index = index * plan.mesh.shape[name] + coordinates[name]

@@ -171,7 +171,7 @@ def _exchange(plan: Plan, class_name: str, stacked: jax.Array, *, to_owners: boo
 
   An all-to-all by hand: left to the compiler, several mesh axes end in full copies on every device.
   """
-  axes = next(bundle.state_axes for bundle in plan.bundles for one in bundle.classes if one.name == class_name)
+  axes = plan.state_axes[class_name]
   ranks = math.prod(plan.mesh.shape[axis] for axis in axes)
   mesh, owned = _auto_mesh(plan), PartitionSpec(axes)
   divisible = [i for i, size in enumerate(stacked.shape) if i and size and size % ranks == 0]

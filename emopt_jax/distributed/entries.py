@@ -32,15 +32,9 @@ def inside_shard_map(plan: Plan) -> bool:
   return bool(manual)
 
 
-def sharded_axes(plan: Plan, path: str) -> AxisNames:
-  """Returns the mesh axes that shard a leaf."""
-  leaf = plan.leaves.get(path) or plan.others[path]
-  return tuple(axis for axes in sharding_axes(path, leaf.shape, leaf.spec, plan.mesh.shape) for axis in axes)
-
-
 def data_axes(plan: Plan, path: str) -> AxisNames:
   """Returns the data-parallel axes over which a leaf is whole, so that the ranks' gradients of it are to be reduced."""
-  sharded = sharded_axes(plan, path)
+  sharded = plan.sharded_axes(path)
   return tuple(axis for axis in plan.axis + plan.replicas if axis not in sharded)
 
 
@@ -99,7 +93,7 @@ def square_of_others(plan: Plan, gradients: Any, *, inside: bool) -> jax.Array:
   for keys, gradient in jax.tree_util.tree_leaves_with_path(gradients):
     if (path := leaf_path(keys)) not in plan.leaves:
       square = jnp.sum(jnp.square(gradient.astype(jnp.float32)))
-      sharded = sharded_axes(plan, path) if inside else ()
+      sharded = plan.sharded_axes(path) if inside else ()
       total = total + (lax.psum(square, sharded) if sharded else square)
   return total
 
@@ -116,7 +110,7 @@ def _check_local(plan: Plan, path: str, gradient: jax.Array) -> None:
       'large by the number of ranks: differentiate with distributed.value_and_grad, or mark the parameters with '
       f"jax.lax.pcast(params, '{reduced[0]}', to='varying') before jax.grad"
     )
-  stray = sorted(varying - {*sharded_axes(plan, path), *expected})
+  stray = sorted(varying - {*plan.sharded_axes(path), *expected})
   if stray:
     raise ValueError(
       f"the gradient of leaf '{path}' of shape {gradient.shape} varies over '{stray[0]}', over which the plan holds it "

@@ -48,7 +48,7 @@ def value_and_grad(loss: Callable[..., Any], plan: Plan, *, has_aux: bool = Fals
       return as_varying(leaf, entries.data_axes(plan, leaf_path(keys)))
 
     def average(keys, gradient):
-      sharded = entries.sharded_axes(plan, leaf_path(keys))
+      sharded = plan.sharded_axes(leaf_path(keys))
       ranks = math.prod(plan.mesh.shape[axis] for axis in data if axis in sharded)
       return gradient / ranks if ranks > 1 else gradient
 

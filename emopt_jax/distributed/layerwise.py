@@ -169,7 +169,7 @@ def _check_state(plan: Plan, state: LayerwiseState, *, inside: bool) -> None:
 
 def _state_specs(plan: Plan, classes: dict[str, PyTree]) -> dict[str, PyTree]:
   """Returns the specs of the classes' states, in the structure of what is given."""
-  specs = {one.name: PartitionSpec(bundle.state_axes) for bundle in plan.bundles for one in bundle.classes}
+  specs = {name: PartitionSpec(axes) for name, axes in plan.state_axes.items()}
   is_leaf = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
   return {name: jax.tree.map(lambda _, name=name: specs[name], tree, is_leaf=is_leaf) for name, tree in classes.items()}
 

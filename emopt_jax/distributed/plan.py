@@ -67,6 +67,16 @@ class Plan:
     """Returns the leaf at a path, or None."""
     return self.leaves.get(path) or self.others.get(path)
 
+  def sharded_axes(self, path: str) -> AxisNames:
+    """Returns the mesh axes that shard a leaf."""
+    leaf = self.leaves.get(path) or self.others[path]
+    return tuple(axis for axes in sharding_axes(path, leaf.shape, leaf.spec, self.mesh.shape) for axis in axes)
+
+  @property
+  def state_axes(self) -> dict[str, AxisNames]:
+    """Per class, the mesh axes that shard the first dimension of its state."""
+    return {one.name: bundle.state_axes for bundle in self.bundles for one in bundle.classes}
+
   @property
   def axes(self) -> AxisNames:
     """All mesh axes that the plan communicates over."""

@@ -35,7 +35,7 @@ def state_specs(state: PyTree, plan: Plan) -> PyTree:
   def of_node(keys, node):
     if not isinstance(node, LayerwiseState):
       return _leaf_spec(leaf_path(keys), node.shape, plan)
-    owners = {one.name: PartitionSpec(bundle.state_axes) for bundle in plan.bundles for one in bundle.classes}
+    owners = {name: PartitionSpec(axes) for name, axes in plan.state_axes.items()}
     if set(owners) != set(node.classes):
       raise ValueError(
         f'the state has the classes {sorted(node.classes)}, the plan {sorted(owners)}: give its own plan'

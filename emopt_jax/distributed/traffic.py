@@ -13,7 +13,6 @@ import jax  # noqa: F401, for the examples
 import jax.numpy as jnp
 
 from emopt_jax.distributed.bundles import Bundle
-from emopt_jax.distributed.parcels import sharding_axes
 from emopt_jax.text_table import text_table
 
 if TYPE_CHECKING:
@@ -148,7 +147,7 @@ def _of_others(plan: 'Plan') -> Traffic:
   """Returns what the all-reduce of the gradients that are no matrices sends."""
   total = 0.0
   for path, leaf in plan.others.items():
-    sharded = [axis for axes in sharding_axes(path, leaf.shape, leaf.spec, plan.mesh.shape) for axis in axes]
+    sharded = plan.sharded_axes(path)
     ranks = _ranks(plan, [axis for axis in plan.axis + plan.replicas if axis not in sharded])
     size = math.prod(leaf.shape) * leaf.dtype.itemsize / _ranks(plan, sharded)
     total += 2 * size * (ranks - 1) / ranks

@@ -75,7 +75,7 @@ def kronecker_covariance(
       of the identity (each `[batch, 1, 1]`) which L and R start from.
     max_dim: A longer side has no factor and counts as the identity: its factor would be that many numbers squared.
     block_size: A longer side keeps only the diagonal blocks of its factor, the fewest equal ones of at most this size.
-      The width of the model is a good choice: it saves most of the time and memory of longer sides, at little loss.
+      With the width of the model all blocks of a transformer have one size.
     axes: Which axes of each leaf make the matrix, as in `MatrixAxes`.
 
   Returns:
