@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from emopt_jax.linalg.eigenbasis import Eigenbasis
+from emopt_jax.linalg.factorizations import eigh
 from emopt_jax.linalg.product_refresh import off_diagonal_share, rotated_factor
 from emopt_jax.linalg.products import product, root_mean_square, transpose
 from emopt_jax.matrices import leaf_path
@@ -53,7 +54,7 @@ def factor_condition(factor: Float[Array, '*batch n n']) -> Float[Array, '*batch
     >>> factor_condition(jnp.diag(jnp.array([1.0, 4.0])))
     Array(4., dtype=float32)
   """
-  values = jnp.linalg.eigvalsh(factor)
+  values = eigh(factor)[0]
   smallest, largest = values[..., 0], values[..., -1]
   singular = smallest <= jnp.finfo(factor.dtype).eps * largest
   return jnp.where(singular, jnp.inf, largest / jnp.where(singular, 1, smallest))

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from emopt_jax.distributed.costs import newton_schulz_cost
 from emopt_jax.linalg.coefficients import POLAR_EXPRESS, Coefficients
+from emopt_jax.linalg.factorizations import cholesky
 from emopt_jax.linalg.gram import plain_steps, row_scale
 from emopt_jax.linalg.polar import newton_schulz
 from emopt_jax.linalg.products import frobenius_norm, product, symmetric_product, transpose
@@ -229,6 +230,6 @@ def _cholesky(matrix: jax.Array) -> jax.Array:
   unit = jnp.finfo(matrix.dtype).eps * frobenius_norm(matrix)
   shift = jnp.where(unit > 0, (2 + size / 64) * unit, 1)
   identity = jnp.eye(size, dtype=matrix.dtype)
-  lower = jnp.linalg.cholesky(matrix + shift * identity)
+  lower = cholesky(matrix + shift * identity)
   root = solve_triangular(lower, shift * identity, lower=True)
-  return jnp.linalg.cholesky(matrix + product(transpose(root), root))
+  return cholesky(matrix + product(transpose(root), root))

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from emopt_jax.linalg import gram
 from emopt_jax.linalg.coefficients import POLAR_EXPRESS, Coefficients
+from emopt_jax.linalg.factorizations import svd
 from emopt_jax.linalg.products import largest_magnitude, product, symmetric_product, transpose
 
 
@@ -122,7 +123,7 @@ def polar_svd(x: Float[Array, '*batch m n']) -> Float[Array, '*batch m n']:
     Higham, Functions of Matrices, chapter 8.
   """
   y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-  u, s, vt = jnp.linalg.svd(y / largest_magnitude(y), full_matrices=False)
+  u, s, vt = svd(y / largest_magnitude(y))
   tolerance = jnp.finfo(y.dtype).eps * max(x.shape[-2:]) * s[..., :1]
   kept = (s > tolerance).astype(y.dtype)
   return product(u * kept[..., None, :], vt).astype(x.dtype)

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from emopt_jax.linalg.factorizations import eigh
 from emopt_jax.linalg.products import largest_magnitude, product, transpose
 
 
@@ -29,7 +30,7 @@ def matrix_power(
     Gupta et al., Shampoo, arXiv 1802.09568.
   """
   scale = largest_magnitude(factor)
-  values, vectors = jnp.linalg.eigh(factor / scale)
+  values, vectors = eigh(factor / scale)
   largest = values[..., -1:]
   floored = jnp.maximum(values, floor * largest)
   # scale^p apart from the eigenvalues' power: the factor of gradients near 1e-15 has eigenvalues near 1e-30.

@@ -1,0 +1,51 @@
+"""Factorizations of stacks of matrices: XLA's own, except on CPUs.
+
+On CPUs jaxlib (0.10 to 0.12 at least) hands the matrices of a batch to XLA's thread pool, from a thread of that pool,
+and waits for them: as many batched factorizations at once as there are threads wait for each other for ever. A batch of
+one is done where it is called. So a loop goes through the stack, a few matrices at a time, which XLA runs side by side.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+# More would only lengthen the program.
+_SIDE_BY_SIDE = min(os.cpu_count() or 1, 8)
+
+
+def qr(x: Float[Array, '*batch m n']) -> tuple[jax.Array, jax.Array]:
+  """Returns Q and R, as `jnp.linalg.qr` does."""
+  return _of_stack(lambda x: tuple(jnp.linalg.qr(x)), x)
+
+
+def eigh(x: Float[Array, '*batch n n']) -> tuple[jax.Array, jax.Array]:
+  """Returns rising eigenvalues and eigenvectors of symmetric matrices, as `jnp.linalg.eigh` does."""
+  return _of_stack(lambda x: tuple(jnp.linalg.eigh(x)), x)
+
+
+def svd(x: Float[Array, '*batch m n']) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns U, the falling singular values and V^T, as `jnp.linalg.svd(full_matrices=False)` does."""
+  return _of_stack(lambda x: tuple(jnp.linalg.svd(x, full_matrices=False)), x)
+
+
+def cholesky(x: Float[Array, '*batch n n']) -> jax.Array:
+  """Returns the lower triangular factor of positive definite matrices, as `jnp.linalg.cholesky` does."""
+  return _of_stack(jnp.linalg.cholesky, x)
+
+
+def _of_stack(function: Callable[[jax.Array], Any], x: jax.Array) -> Any:
+  # Under a caller's `jax.vmap`, too, the matrices come one after another.
+  alone = jax.custom_batching.sequential_vmap(function)
+
+  def loop(stack: jax.Array) -> Any:
+    together = min(_SIDE_BY_SIDE, len(stack))
+    return lax.scan(lambda _, matrix: (None, alone(matrix)), None, stack, unroll=together)[1]
+
+  stack = x.reshape(-1, *x.shape[-2:])
+  results = lax.platform_dependent(stack, cpu=loop, default=function)
+  return jax.tree.map(lambda result: result.reshape(*x.shape[:-2], *result.shape[1:]), results)
