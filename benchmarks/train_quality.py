@@ -1,6 +1,6 @@
 """Trains the GPT of `examples/train_lm.py` with each optimizer and prints the final validation losses.
 
-    python benchmarks/train_quality.py [--seeds 0 1] [--steps 200]
+    python benchmarks/train_quality.py [--seeds 0 1 2] [--steps 200]
 
 Every run has the same model, text, batches and schedule for its seed; AdamW gets the best of several learning rates.
 Finished runs are kept in runs/quality and not repeated; nothing else should run on the machine, as QR suffers most.
@@ -15,7 +15,7 @@ import sys
 
 TRAIN = pathlib.Path(__file__).parents[1] / 'examples' / 'train_lm.py'
 RUNS = pathlib.Path('runs', 'quality')
-MATRIX_OPTIMIZERS = ('muon', 'soap', 'kl_soap', 'kl_soap_blocks', 'kl_soap_one_sided')
+MATRIX_OPTIMIZERS = ('muon', 'soap', 'kl_soap', 'kl_soap_blocks', 'kl_soap_one_sided', 'kl_soap_jacobi')
 CANDIDATES = [('adamw', rate) for rate in (1e-3, 3e-3, 1e-2)] + [(name, 1e-2) for name in MATRIX_OPTIMIZERS]
 
 
@@ -32,7 +32,7 @@ def train(optimizer: str, learning_rate: float, seed: int, steps: int) -> list[d
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1])
+  parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
   parser.add_argument('--steps', type=int, default=200)
   arguments = parser.parse_args()
 

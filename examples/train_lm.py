@@ -38,8 +38,9 @@ import emopt_jax
 from emopt_jax import distributed
 
 LEARNING_RATES = {'adamw': 3e-3, 'muon': 1e-2, 'soap': 1e-2, 'kl_soap': 1e-2, 'shampoo': 1e-2}
-# KL-SOAP with less for sides longer than the model is wide: diagonal blocks of its factor, or no factor at all.
-LEARNING_RATES |= {'kl_soap_blocks': 1e-2, 'kl_soap_one_sided': 1e-2}
+# KL-SOAP with less for sides longer than the model is wide: diagonal blocks of its factor, or no factor at all; and
+# with eigenbases that follow by matrix products only.
+LEARNING_RATES |= {'kl_soap_blocks': 1e-2, 'kl_soap_one_sided': 1e-2, 'kl_soap_jacobi': 1e-2}
 
 
 def parse_arguments():
@@ -105,7 +106,9 @@ def make_optimizer(name, learning_rate, params, args, mesh):
     decayed = optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(schedule(learning_rate))
     matrix_optimizer = optax.chain(rotated, *decayed)
   else:
-    matrix_optimizer = getattr(emopt_jax, name)(schedule(learning_rate), weight_decay=0.1)
+    recipe = functools.partial(emopt_jax.kl_soap, refresh=emopt_jax.jacobi_refresh)
+    recipe = recipe if name == 'kl_soap_jacobi' else getattr(emopt_jax, name)
+    matrix_optimizer = recipe(schedule(learning_rate), weight_decay=0.1)
   other_optimizer = adamw(schedule(args.adam_learning_rate))
   print(emopt_jax.describe_routing(params, matrix_optimizer, other_optimizer))
   plain = clipped(emopt_jax.route(matrix_optimizer, other_optimizer))
