@@ -42,11 +42,11 @@ from emopt_jax.schedules import wsd_schedule as wsd_schedule
 from emopt_jax.transforms.adam_bound import clip_to_adam_bound as clip_to_adam_bound
 from emopt_jax.transforms.covariance import CovarianceState as CovarianceState
 from emopt_jax.transforms.covariance import bias_corrected as bias_corrected
-from emopt_jax.transforms.covariance import frobenius_start as frobenius_start
 from emopt_jax.transforms.covariance import kl_covariance as kl_covariance
 from emopt_jax.transforms.covariance import kronecker_covariance as kronecker_covariance
-from emopt_jax.transforms.covariance import rms_start as rms_start
-from emopt_jax.transforms.covariance import zero_start as zero_start
+from emopt_jax.transforms.covariance_start import frobenius_start as frobenius_start
+from emopt_jax.transforms.covariance_start import rms_start as rms_start
+from emopt_jax.transforms.covariance_start import zero_start as zero_start
 from emopt_jax.transforms.eigenbasis_rotate import EigenbasisRotateState as EigenbasisRotateState
 from emopt_jax.transforms.eigenbasis_rotate import eigenbasis_rotate as eigenbasis_rotate
 from emopt_jax.transforms.kronecker_precondition import (

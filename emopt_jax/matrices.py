@@ -106,6 +106,15 @@ def stack_shapes(tree: PyTree, axes: Axes = None) -> dict[str, jax.ShapeDtypeStr
   return jax.eval_shape(lambda tree: to_stacks(tree, axes), tree)
 
 
+def single_matrices(tree: PyTree, axes: Axes = None) -> frozenset[str]:
+  """Returns the paths of the stacks whose leaf is one matrix, or one split into several: it has no batch axis.
+
+  A batch axis can be sharded, and an array that is sharded over it cannot be joined with others without traffic.
+  """
+  layouts = [_Layout(path, leaf.shape, leaf_axes) for path, leaf, leaf_axes in _matrix_leaves(tree, axes)]
+  return frozenset(key for layout in layouts if layout.batch_size == 1 for key in layout.keys)
+
+
 def resolve_axes(tree: PyTree, axes: Axes = None) -> dict[str, MatrixAxes]:
   """Returns the axes of every leaf that holds matrices, keyed by path, after defaults and checks."""
   return {path: leaf_axes for path, _, leaf_axes in _matrix_leaves(tree, axes)}
@@ -195,6 +204,7 @@ class _Layout:
     self._axis, sizes = axes.split or (0, (shape[0],))
     self._sizes = tuple(sizes)
     self._batch = tuple(axis for axis in range(len(shape)) if axis not in inputs + outputs)
+    self.batch_size = math.prod(shape[axis] for axis in self._batch)
     self._order = self._batch + inputs + outputs
     self._inverse = tuple(sorted(range(len(shape)), key=self._order.__getitem__))
     self._shape, self._inputs, self._outputs = shape, inputs, outputs

@@ -1,4 +1,4 @@
-"""Imports go one way: linalg -> matrices -> transforms -> optimizers -> routing -> the package itself."""
+"""Imports go one way: linalg -> matrices -> batching -> transforms -> optimizers -> routing -> the package itself."""
 
 import ast
 import pathlib
@@ -8,13 +8,13 @@ import pytest
 import emopt_jax
 
 ROOT = pathlib.Path(emopt_jax.__file__).parent
-LAYERS = ('linalg', 'matrices', 'transforms', 'optimizers', 'routing', 'routing_table')
+LAYERS = ('linalg', 'matrices', 'batching', 'transforms', 'optimizers', 'routing', 'routing_table')
 # Modules beside the layers, and the layers that each may use.
 BESIDE = {
   'schedules': (),
   'text_table': (),
   'diagnostics': ('linalg', 'matrices'),
-  'distributed': (*LAYERS[:3], 'routing', 'text_table', 'distributed'),
+  'distributed': (*LAYERS[:4], 'routing', 'text_table', 'distributed'),
 }
 FILES = sorted(ROOT.rglob('*.py'))
 

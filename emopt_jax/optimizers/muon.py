@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import jax
 import optax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from emopt_jax.linalg.coefficients import POLAR_EXPRESS
 from emopt_jax.linalg.polar import newton_schulz, polar_svd
@@ -24,6 +24,7 @@ def muon(
   method: Callable[[jax.Array], jax.Array] | None = None,
   rms: ArrayLike = 0.2,
   weight_decay: optax.ScalarOrSchedule = 0.1,
+  mu_dtype: DTypeLike | None = None,
   axes: Axes = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Muon: the polar factor of the averaged gradient, at AdamW's update size.
@@ -39,6 +40,7 @@ def muon(
     method: How the polar factor is found: `newton_schulz` (the default), `polar_svd`, or a partial of either.
     rms: RMS of the update before the learning rate.
     weight_decay: Decoupled weight decay, a number or a schedule, multiplied by the learning rate.
+    mu_dtype: Dtype that M is kept in, by default float32 or wider; `jnp.bfloat16` halves the state.
     axes: Which axes of each leaf make the matrix, as in `MatrixAxes`.
 
   Returns:
@@ -60,7 +62,7 @@ def muon(
   check_not_negative('rms', rms)
   check_not_negative('weight_decay', weight_decay)
   return optax.chain(
-    average_gradients(momentum, nesterov=nesterov, axes=axes),
+    average_gradients(momentum, nesterov=nesterov, mu_dtype=mu_dtype, axes=axes),
     orthogonalize(newton_schulz if method is None else method, axes=axes),
     rms_match(rms, axes=axes),
     optax.add_decayed_weights(weight_decay),

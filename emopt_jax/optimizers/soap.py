@@ -1,7 +1,7 @@
 """SOAP and KL-SOAP: Adam in the eigenbasis of the gradient's covariance factors, and the preset of the paper."""
 
 import optax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from emopt_jax.linalg.eigenbasis import Refresh, qr_refresh
 from emopt_jax.matrices import Axes
@@ -152,6 +152,7 @@ def scale_by_soap(
   eps: ArrayLike = 1e-15,
   refresh: Refresh | None = None,
   refresh_every: ArrayLike = 1,
+  mu_dtype: DTypeLike | None = None,
   axes: Axes = None,
 ) -> optax.GradientTransformationExtraArgs:
   """The part of SOAP and KL-SOAP before weight decay and learning rate, with any covariance.
@@ -164,6 +165,7 @@ def scale_by_soap(
     eps: As in `soap`.
     refresh: As in `soap`.
     refresh_every: As in `soap`.
+    mu_dtype: Dtype that the first moment is kept in, by default float32 or wider; rotations are in float32.
     axes: As in `soap`.
 
   Returns:
@@ -182,7 +184,7 @@ def scale_by_soap(
   """
   check_not_negative('eps', eps)
   return eigenbasis_rotate(
-    optax.chain(optax.scale_by_adam(b1=b1, b2=b2, eps=eps), clip_to_adam_bound(b1, b2)),
+    optax.chain(optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype), clip_to_adam_bound(b1, b2)),
     covariance=kronecker_covariance(axes=axes) if covariance is None else covariance,
     refresh=qr_refresh if refresh is None else refresh,
     refresh_every=refresh_every,

@@ -8,16 +8,17 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from emopt_jax.batching import map_by_shape
 from emopt_jax.linalg.blocks import number_of_blocks, per_matrix
 from emopt_jax.linalg.eigenbasis import Eigenbases, Eigenbasis, eigh_refresh
 from emopt_jax.linalg.factors import Factors, kl_update, kronecker_update
-from emopt_jax.linalg.products import all_finite, frobenius_norm, root_mean_square
-from emopt_jax.matrices import Axes, stack_shapes, to_stacks
+from emopt_jax.linalg.products import all_finite
+from emopt_jax.matrices import Axes, single_matrices, stack_shapes, to_stacks
+from emopt_jax.transforms.covariance_start import Start, frobenius_start, rms_start, started
 from emopt_jax.transforms.hyperparameters import check_at_least_one, check_decay
 from emopt_jax.transforms.keyed_state import check_known, keyed_by_path
 
 Decay = ArrayLike | Callable[[jax.Array], jax.Array]
-Start = Callable[[jax.Array, Factors], tuple[jax.Array, jax.Array]]
 
 
 class CovarianceState(NamedTuple):
@@ -32,26 +33,6 @@ class CovarianceState(NamedTuple):
   count: jax.Array
   factors: Any
   skipped: Any
-
-
-def frobenius_start(gradient: jax.Array, factors: Factors) -> tuple[jax.Array, jax.Array]:
-  """Returns |G|_F^2 / m and |G|_F^2 / n, so that the first factors have the trace of G G^T but no direction."""
-  square = jnp.square(frobenius_norm(gradient))
-  return square / gradient.shape[-2], square / gradient.shape[-1]
-
-
-def rms_start(gradient: jax.Array, factors: Factors) -> tuple[jax.Array, jax.Array]:
-  """Returns the RMS of G twice, or its square for a lone factor, so that L x R has the size of G's covariance."""
-  rms = root_mean_square(gradient)
-  multiple = jnp.square(rms) if any(factor is None for factor in factors) else rms
-  return multiple, multiple
-
-
-def zero_start(gradient: jax.Array, factors: Factors) -> tuple[jax.Array, jax.Array]:
-  """Returns zeros: the start of libraries that bias-correct the decay."""
-  del factors
-  zero = jnp.zeros_like(frobenius_norm(gradient))
-  return zero, zero
 
 
 def bias_corrected(decay: float) -> Callable[[jax.Array], jax.Array]:
@@ -174,39 +155,38 @@ def _covariance(advance, decay: Decay, *, start: Start, sizes: tuple[int, int | 
     del params, extra_args
     count = jnp.asarray(optax.safe_increment(state.count))
     current_decay = jnp.asarray(decay(count) if callable(decay) else decay)
-    factors, skipped = {}, {}
     gradients = to_stacks(updates, axes)
     check_known(gradients, state.skipped)
-    for path, gradient in gradients.items():
+    entries = {
+      path: _Entry(state.factors[path], state.skipped[path], None if eigenbasis is None else eigenbasis[path])
+      for path in gradients
+    }
+
+    def take_in(gradient: jax.Array, before: _Entry) -> tuple[Factors, jax.Array]:
       finite = all_finite(gradient)
       clean = jnp.where(finite[:, None, None], gradient, 0)
-      old = _started(state.factors[path], clean, start)
-      bases = None if eigenbasis is None else eigenbasis[path]
-      new = advance(old, clean, bases, current_decay.astype(clean.dtype))
+      old = started(before.factors, clean, start)
+      new = advance(old, clean, before.bases, current_decay.astype(clean.dtype))
       # A gradient can be finite and its square not; a factor that was broken before is not its fault.
       for old_factor, new_factor in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
         finite &= all_finite(new_factor) | ~all_finite(old_factor)
       taken = finite & jnp.any(clean != 0, axis=(1, 2))
-      keep = lambda x, y, taken=taken: jnp.where(per_matrix(taken, x), x, y)  # noqa: E731
-      factors[path] = jax.tree.map(keep, new, state.factors[path])
-      skipped[path] = state.skipped[path] + ~finite
+      factors = jax.tree.map(lambda x, y: jnp.where(per_matrix(taken, x), x, y), new, before.factors)
+      return factors, before.skipped + ~finite
+
+    results = map_by_shape(take_in, single_matrices(updates, axes), gradients, entries)
+    factors, skipped = ({path: result[i] for path, result in results.items()} for i in (0, 1))
     return updates, CovarianceState(count, keyed_by_path(factors), keyed_by_path(skipped))
 
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _started(factors: Factors, gradient: jax.Array, start: Start) -> Factors:
-  """Returns the factors, or a multiple of the identity for those that have seen no gradient and are still zero."""
+class _Entry(NamedTuple):
+  """What is known of one stack before a step."""
 
-  def started(factor: jax.Array | None, multiple: jax.Array) -> jax.Array | None:
-    if factor is None:
-      return None
-    untouched = jnp.trace(factor, axis1=-2, axis2=-1)[..., None, None] == 0
-    identity = jnp.eye(factor.shape[-1], dtype=factor.dtype)
-    return jnp.where(untouched, per_matrix(multiple[:, 0, 0], factor) * identity, factor)
-
-  left, right = start(gradient, factors)
-  return Factors(started(factors.left, left), started(factors.right, right))
+  factors: Factors
+  skipped: jax.Array
+  bases: Eigenbases | None
 
 
 def _advance_kl(factors: Factors, gradient: jax.Array, bases: Eigenbases | None, decay: jax.Array) -> Factors:

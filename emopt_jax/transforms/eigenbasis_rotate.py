@@ -1,6 +1,7 @@
 """The transform that runs any elementwise optimizer in the eigenbasis of the covariance factors."""
 
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
+from emopt_jax.batching import map_by_shape
 from emopt_jax.linalg.eigenbasis import (
   Arrange,
   Eigenbases,
@@ -23,7 +25,7 @@ from emopt_jax.linalg.eigenbasis import (
 )
 from emopt_jax.linalg.factors import Factors
 from emopt_jax.linalg.products import all_finite
-from emopt_jax.matrices import Axes, from_stacks, stack_shapes, to_stacks
+from emopt_jax.matrices import Axes, from_stacks, single_matrices, stack_shapes, to_stacks
 from emopt_jax.transforms.covariance import kronecker_covariance
 from emopt_jax.transforms.hyperparameters import check_at_least_one
 from emopt_jax.transforms.keyed_state import keyed_by_path
@@ -35,6 +37,7 @@ from emopt_jax.transforms.moments import (
   moment_stacks,
   with_moment_stacks,
 )
+from emopt_jax.transforms.staggered import staggered
 
 
 class EigenbasisRotateState(NamedTuple):
@@ -45,7 +48,7 @@ class EigenbasisRotateState(NamedTuple):
     covariance: State of the covariance transformation.
     eigenbasis: Per path, the `Eigenbases` of the stack.
     rejected: Per path, how many refreshes of each matrix were not finite, int32 `[batch]`.
-    inner: State of the inner transformation, whose moments are in the eigenbasis and in float32 or wider.
+    inner: State of the inner transformation, whose moments are in the eigenbasis, in the dtype that it asks for.
   """
 
   count: jax.Array
@@ -89,7 +92,7 @@ def eigenbasis_rotate(
     refresh: Function `(factor, eigenbasis) -> Eigenbasis`: `qr_refresh`, `eigh_refresh` or your own.
     arrange: Function of the refreshed `Eigenbasis` that returns it with its columns in another order, and the order:
       `sort_by_magnitude` or `sort_descending`.
-    refresh_every: Steps between two refreshes of a matrix, staggered over the leaves so that no step pays for all.
+    refresh_every: Steps between two refreshes of a matrix, staggered over the matrices so that no step pays for all.
     axes: Which axes of each leaf make the matrix, as in `MatrixAxes`.
 
   Returns:
@@ -136,34 +139,33 @@ def eigenbasis_rotate(
     # The covariance knows which gradients are finite and have a finite square.
     finite = {path: covariance_state.skipped[path] == state.covariance.skipped[path] for path in gradients}
     moments = moment_stacks(updates, state.inner, axes)
-    frames = {}
-    for index, path in enumerate(gradients):
-      before = _Frame(state.eigenbasis[path], moments[path], state.rejected[path])
-      move = functools.partial(_refreshed, refresh, arrange, covariance_state.factors[path], finite[path])
-      # A traced number, as `optax.inject_hyperparams` makes of it, is not compared in Python.
-      if isinstance(refresh_every, int) and refresh_every == 1:
-        frames[path] = move(before)
-      else:
-        due = (state.count + index) % refresh_every == 0
-        frames[path] = jax.lax.cond(due, move, lambda frame: frame, before)
+    before = {path: _Frame(state.eigenbasis[path], moments[path], state.rejected[path]) for path in gradients}
+    single = single_matrices(updates, axes)
+    # Counted from the same place at every step, and in the order in which the batches are traced.
+    firsts = itertools.count()
 
-    rotated = {
-      path: rotate(jnp.where(finite[path][:, None, None], gradient, 0), frames[path].bases)
-      for path, gradient in gradients.items()
-    }
-    moved = {path: consistent_moments(moments[path], frame.moments, rotated[path]) for path, frame in frames.items()}
-    inner_state = with_moment_stacks(updates, state.inner, axes, moved)
+    def move(gradient: jax.Array, factors: Factors, finite: jax.Array, before: _Frame) -> tuple[_Frame, jax.Array]:
+      turn = functools.partial(_refreshed, refresh, arrange)
+      after = staggered(turn, state.count + next(firsts), refresh_every)(before, factors, finite)
+      rotated = rotate(jnp.where(finite[:, None, None], gradient, 0), after.bases)
+      return after._replace(moments=consistent_moments(before.moments, after.moments, rotated)), rotated
+
+    moved = map_by_shape(move, single, gradients, covariance_state.factors, finite, before)
+    frames, rotated = ({path: result[i] for path, result in moved.items()} for i in (0, 1))
+    bases = {path: frame.bases for path, frame in frames.items()}
+    inner_state = with_moment_stacks(updates, state.inner, axes, {path: each.moments for path, each in frames.items()})
     wide_updates = from_stacks(rotated, jax.tree.map(_widen, updates), axes)
     directions, new_inner_state = inner_update(wide_updates, inner_state, params, **extra_args)
     new_inner_state = keep_moments(updates, new_inner_state, inner_state, axes, finite)
-    outputs = {
-      path: jnp.where(finite[path][:, None, None], rotate_back(direction, frames[path].bases), 0)
-      for path, direction in to_stacks(directions, axes).items()
-    }
+
+    def move_back(direction: jax.Array, bases: Eigenbases, finite: jax.Array) -> jax.Array:
+      return jnp.where(finite[:, None, None], rotate_back(direction, bases), 0)
+
+    outputs = map_by_shape(move_back, single, to_stacks(directions, axes), bases, finite)
     return from_stacks(outputs, updates, axes), EigenbasisRotateState(
       jnp.asarray(optax.safe_increment(state.count)),
       covariance_state,
-      keyed_by_path({path: frame.bases for path, frame in frames.items()}),
+      keyed_by_path(bases),
       keyed_by_path({path: frame.rejected for path, frame in frames.items()}),
       new_inner_state,
     )
@@ -189,7 +191,7 @@ def _identity_bases(factors: Factors) -> Eigenbases:
   return Eigenbases(identity(factors.left), identity(factors.right))
 
 
-def _refreshed(refresh: Refresh, arrange: Arrange, factors: Factors, finite: jax.Array, before: _Frame) -> _Frame:
+def _refreshed(refresh: Refresh, arrange: Arrange, before: _Frame, factors: Factors, finite: jax.Array) -> _Frame:
   """Returns the refreshed bases and the moments moved along."""
   sides, orders, rejected = [], [], before.rejected
   for factor, old in zip(factors, before.bases, strict=True):

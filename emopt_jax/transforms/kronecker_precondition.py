@@ -1,5 +1,6 @@
 """The transform that multiplies every matrix by powers of its covariance factors."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -7,11 +8,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
+from emopt_jax.batching import map_by_shape
 from emopt_jax.linalg.blocks import multiply_left, multiply_right
 from emopt_jax.linalg.factors import Factors
 from emopt_jax.linalg.products import all_finite
 from emopt_jax.linalg.roots import matrix_power
-from emopt_jax.matrices import Axes, from_stacks, to_stacks
+from emopt_jax.matrices import Axes, from_stacks, single_matrices, to_stacks
 
 
 class KroneckerPreconditionState(NamedTuple):
@@ -68,16 +70,16 @@ def kronecker_precondition(
   def update(updates, state, params=None, **extra_args):
     del extra_args
     covariance_state: Any = covariance.update(updates, state.covariance, params)[1]
-    outputs = {}
-    for path, gradient in to_stacks(updates, axes).items():
-      finite = all_finite(gradient)[:, None, None]
-      outputs[path] = _precondition(jnp.where(finite, gradient, 0), covariance_state.factors[path], exponent, floor)
+    precondition = functools.partial(_precondition, exponent=exponent, floor=floor)
+    gradients = to_stacks(updates, axes)
+    outputs = map_by_shape(precondition, single_matrices(updates, axes), gradients, covariance_state.factors)
     return from_stacks(outputs, updates, axes), KroneckerPreconditionState(covariance_state)
 
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _precondition(gradient: jax.Array, factors: Factors, exponent: float, floor: float) -> jax.Array:
+def _precondition(gradient: jax.Array, factors: Factors, *, exponent: float, floor: float) -> jax.Array:
+  gradient = jnp.where(all_finite(gradient)[:, None, None], gradient, 0)
   for factor, from_left in zip(factors, (True, False), strict=True):
     if factor is None:
       continue

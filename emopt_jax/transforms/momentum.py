@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from emopt_jax.matrices import Axes, from_stacks, stack_shapes, to_stacks
 from emopt_jax.transforms.hyperparameters import check_decay
@@ -16,7 +16,7 @@ class MomentumState(NamedTuple):
   """State of `momentum`.
 
   Attributes:
-    mu: The average, in the structure of the parameters, in float32 or wider.
+    mu: The average, in the structure of the parameters, in float32 or wider unless `mu_dtype` says otherwise.
     skipped: Per path, how many gradients of each matrix were not finite, int32 `[batch]`.
   """
 
@@ -24,7 +24,9 @@ class MomentumState(NamedTuple):
   skipped: Any
 
 
-def momentum(decay: ArrayLike = 0.95, *, nesterov: bool = True, axes: Axes = None) -> optax.GradientTransformation:
+def momentum(
+  decay: ArrayLike = 0.95, *, nesterov: bool = True, mu_dtype: DTypeLike | None = None, axes: Axes = None
+) -> optax.GradientTransformation:
   """Averages gradients: M <- b M + (1-b) G; the update is M, or b M + (1-b) G with Nesterov's look-ahead.
 
   A matrix whose gradient is zero or not finite gets a zero update, and its average stays as it was. An optimizer that
@@ -33,6 +35,7 @@ def momentum(decay: ArrayLike = 0.95, *, nesterov: bool = True, axes: Axes = Non
   Args:
     decay: b in [0, 1).
     nesterov: Whether to look ahead.
+    mu_dtype: Dtype that the average is kept in, `jnp.bfloat16` for half the memory; it is computed in float32 or wider.
     axes: Which axes of each leaf make the matrix, as in `MatrixAxes`.
 
   Returns:
@@ -50,7 +53,7 @@ def momentum(decay: ArrayLike = 0.95, *, nesterov: bool = True, axes: Axes = Non
   check_decay('decay', decay)
 
   def init(params):
-    mu = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.promote_types(p.dtype, jnp.float32)), params)
+    mu = jax.tree.map(lambda p: jnp.zeros_like(p, mu_dtype or jnp.promote_types(p.dtype, jnp.float32)), params)
     skipped = {path: jnp.zeros(shape.shape[:1], jnp.int32) for path, shape in stack_shapes(params, axes).items()}
     return MomentumState(mu, keyed_by_path(skipped))
 

@@ -9,7 +9,7 @@ import optax
 from emopt_jax.linalg.polar import newton_schulz
 from emopt_jax.linalg.products import all_finite
 from emopt_jax.matrices import Axes
-from emopt_jax.transforms.stateless import stateless_on_stacks
+from emopt_jax.transforms.stateless import stateless_by_shape
 
 
 def orthogonalize(
@@ -42,4 +42,4 @@ def orthogonalize(
   def finite_polar(stack: jax.Array) -> jax.Array:
     return method(jnp.where(all_finite(stack)[:, None, None], stack, 0))
 
-  return stateless_on_stacks(finite_polar, axes)
+  return stateless_by_shape(finite_polar, axes)
