@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from emopt_jax.linalg.eigenbasis import Eigenbasis, Refresh, select
+from emopt_jax.linalg.eigenbasis import Eigenbasis, Refresh
 from emopt_jax.linalg.product_refresh import off_diagonal_share, rotated_factor
 from emopt_jax.linalg.products import largest_magnitude
+from emopt_jax.linalg.refresh_where import refresh_where
 
 
 def gated(refresh: Refresh, tolerance: float) -> Refresh:
@@ -13,10 +14,8 @@ def gated(refresh: Refresh, tolerance: float) -> Refresh:
 
   A matrix that is skipped keeps its vectors, and its eigenvalues become diag(S). The check costs two matrix products.
 
-  The wrapped refresh stands in a branch of the program, which runs when any matrix of the batch is beyond the
-  tolerance, then for the whole batch: its time is saved only in steps in which all of the batch is skipped. Under
-  `jax.vmap` it always runs. A matrix right at the tolerance may be refreshed or not by the last digit of its gradient,
-  and its basis differs by what the tolerance allows.
+  The wrapped refresh stands in a loop over the matrices that are beyond the tolerance. A matrix right at the tolerance
+  may be refreshed or not by the last digit of its gradient, and its basis differs by what the tolerance allows.
 
   Args:
     refresh: The refresh to skip, such as `qr_refresh`.
@@ -44,6 +43,6 @@ def gated(refresh: Refresh, tolerance: float) -> Refresh:
     kept = Eigenbasis(eigenbasis.vectors, jnp.diagonal(rotated, axis1=-2, axis2=-1) * scale[..., 0])
     # Not-a-number compares as false: the values then show that the factor is not finite.
     stale = off_diagonal_share(rotated) > tolerance
-    return jax.lax.cond(jnp.any(stale), lambda: select(stale, refresh(factor, eigenbasis), kept), lambda: kept)
+    return refresh_where(stale, refresh, factor, eigenbasis, kept)
 
   return refresh_where_stale

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from emopt_jax.linalg.eigenbasis import Eigenbasis, qr_refresh, select
+from emopt_jax.linalg.eigenbasis import Eigenbasis, qr_refresh
 from emopt_jax.linalg.products import frobenius_norm, largest_magnitude, product, transpose
+from emopt_jax.linalg.refresh_where import refresh_where
 
 # With a larger off-diagonal share the basis is too far off for first-order angles, and one QR gains more. In steady
 # state the share stays below 0.35, for gradients of rank one too; after a large spike it is above 0.5.
@@ -35,8 +36,7 @@ def jacobi_refresh(factor: Float[Array, '*batch n n'], eigenbasis: Eigenbasis) -
   rounding error, as in a null space, are damped by noise = 4 eps |S|_F.
 
   A matrix whose old basis leaves more than 0.4 |S|_F off the diagonal gets `qr_refresh` instead: after a spike, and
-  sometimes in the first steps. The program holds the QR in a branch that runs when any matrix of the batch is that far
-  off, then for the whole batch. Under `jax.vmap` both branches run always: give it a batch instead.
+  sometimes in the first steps. The program holds that QR in a loop over the matrices that are so far off.
 
   Args:
     factor: Symmetric positive semi-definite A `[*batch, n, n]`. A zero factor keeps the basis.
@@ -66,7 +66,7 @@ def jacobi_refresh(factor: Float[Array, '*batch n n'], eigenbasis: Eigenbasis) -
   turned = Eigenbasis(vectors, values)
   # Not-a-number compares as false: a broken matrix does not send its neighbours to QR.
   far = off_diagonal_share(rotated) > _FALLBACK_ABOVE
-  return jax.lax.cond(jnp.any(far), lambda: select(far, qr_refresh(factor, eigenbasis), turned), lambda: turned)
+  return refresh_where(far, qr_refresh, factor, eigenbasis, turned)
 
 
 def rotated_factor(factor: Float[Array, '*batch n n'], vectors: Float[Array, '*batch n n']) -> Float[Array, '*b n n']:

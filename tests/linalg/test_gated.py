@@ -38,7 +38,7 @@ def test_skipped_values_are_those_of_the_vectors():
   chex.assert_trees_all_close(new.values, 1e-20 * jnp.diagonal(NEAR), rtol=1e-5)
 
 
-def test_refresh_runs_only_in_a_batch_with_a_stale_matrix():
+def test_refresh_runs_once_for_each_stale_matrix():
   """A callback in the wrapped refresh counts."""
   runs = []
 
@@ -47,7 +47,7 @@ def test_refresh_runs_only_in_a_batch_with_a_stale_matrix():
     return qr_refresh(factor, eigenbasis)
 
   refresh = jax.jit(gated(counted, 0.05))
-  for stack, expected in [((NEAR, NEAR), 0), ((NEAR, FAR), 1), ((FAR, FAR), 2), ((NEAR, NEAR), 2)]:
+  for stack, expected in [((NEAR, NEAR), 0), ((NEAR, FAR), 1), ((FAR, FAR), 3), ((NEAR, NEAR), 3)]:
     jax.block_until_ready(refresh(jnp.stack(stack), START))
     jax.effects_barrier()
     assert len(runs) == expected
