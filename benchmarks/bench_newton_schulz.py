@@ -10,16 +10,14 @@ were really done, of the machine's rate: that of a float32 (bfloat16) product of
 rounds. `error` is the spectral norm |U U^T - I|.
 """
 
-import argparse
-import platform
+import functools
 import statistics
-import subprocess
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+from measure import alternate, compile_timed, header, make_parser, median_ratio, print_table
 from optax.contrib._muon import MuonDimensionNumbers, orthogonalize_via_newton_schulz
 
 import emopt_jax
@@ -34,6 +32,18 @@ CASES = (
   ('POLAR_EXPRESS', 16, None),
   ('POLAR_EXPRESS', 16, jnp.bfloat16),
 )
+COLUMNS = {
+  'shape': '',
+  'steps': 'd',
+  'table': '',
+  'operands': '',
+  'steps between restarts': '',
+  'ms': '.2f',
+  'ratio': '.3f',
+  'error': '.0e',
+  'GFLOP/s': '>',
+  'compile s': '.1f',
+}
 CLOCKS = {'wall': time.perf_counter, 'cpu': time.process_time}
 
 
@@ -41,24 +51,19 @@ def matrix_product(a, b, dtype):
   return jnp.matmul(a.astype(dtype), b.astype(dtype), preferred_element_type=jnp.float32, precision='highest')
 
 
-def measure(functions, clock, rounds):
-  """Returns for each name the seconds of compiling and of every round, and the result."""
-  times, compiling, results = {name: [] for name in functions}, {}, {}
-  compiled = {}
-  for name, (function, *operands) in functions.items():
-    start = time.perf_counter()
-    compiled[name] = jax.jit(function).lower(*operands).compile(), operands
-    compiling[name] = time.perf_counter() - start
-  for _ in range(rounds + 1):
-    for name, (function, operands) in compiled.items():
-      start = clock()
-      results[name] = jax.block_until_ready(function(*operands))
-      times[name].append(clock() - start)
-  # The first run after compiling is not counted.
-  return compiling, {name: measured[1:] for name, measured in times.items()}, results
+def spectral_norm(symmetric: np.ndarray) -> float:
+  """Returns it to a few percent, by power iteration: the singular values of 4096 rows would take minutes."""
+  vector, norm = np.random.default_rng(0).standard_normal(len(symmetric)), 0.0
+  for _ in range(100):
+    vector = symmetric @ (vector / np.linalg.norm(vector))
+    norm = float(np.linalg.norm(vector))
+    if not norm > 0:
+      break
+  return norm
 
 
-def bench(m: int, n: int, clock, rounds: int) -> None:
+def bench(m: int, n: int, clock, rounds: int):
+  """Yields the rows of one shape."""
   x = jax.random.normal(jax.random.key(0), (m, n))
   square = jax.random.normal(jax.random.key(1), (m, m))
   for table, steps, dtype in CASES:
@@ -73,50 +78,43 @@ def bench(m: int, n: int, clock, rounds: int) -> None:
     def our_function(x, coefficients=coefficients, steps=steps, dtype=dtype):
       return newton_schulz(x, coefficients=coefficients, steps=steps, dtype=dtype)
 
-    compiling, times, results = measure(
-      {
-        'optax': (optax_function, x),
-        'ours': (our_function, x),
-        'product': (lambda a, b, dtype=dtype: matrix_product(a, b, dtype or jnp.float32), square, x),
-      },
-      clock,
-      rounds,
-    )
+    product = functools.partial(matrix_product, dtype=dtype or jnp.float32)
+    functions = {'optax': (optax_function, x), 'ours': (our_function, x), 'product': (product, square, x)}
+    compiled = {name: compile_timed(function, *operands) for name, (function, *operands) in functions.items()}
+    turns = {name: functools.partial(compiled[name].program, *operands) for name, (_, *operands) in functions.items()}
+    times = alternate(turns, rounds, clock)
+    y = np.asarray(compiled['ours'].program(x), np.float64)
     lengths = restart_lengths(m, n, rows, dtype)
-    y = np.asarray(results['ours'], np.float64)
-    error = np.linalg.norm(y @ y.T - np.eye(m), 2)
-    rate = step_cost(m, n, rows, lengths) / statistics.median(times['ours']) / 1e9
-    machine = 2 * m**2 * n / statistics.median(times['product']) / 1e9
-    ratio = statistics.median(a / b for a, b in zip(times['ours'], times['optax'], strict=True))
-    restarts = 'plain' if len(lengths) == steps else '+'.join(map(str, lengths))
-    print(
-      f'| {m} x {n} | {steps} | {table} | {jnp.dtype(dtype or jnp.float32).name} | {restarts} '
-      f'| {1e3 * statistics.median(times["ours"]):.2f} | {ratio:.3f} | {error:.0e} '
-      f'| {rate:.0f} of {machine:.0f} | {compiling["ours"]:.1f} |',
-      flush=True,
+    seconds = {name: statistics.median(measured) for name, measured in times.items()}
+    rate = step_cost(m, n, rows, lengths) / seconds['ours'] / 1e9
+    machine = 2 * m**2 * n / seconds['product'] / 1e9
+    yield (
+      f'{m} x {n}',
+      steps,
+      table,
+      jnp.dtype(dtype or jnp.float32).name,
+      'plain' if len(lengths) == steps else '+'.join(map(str, lengths)),
+      1e3 * seconds['ours'],
+      median_ratio(times['ours'], times['optax']),
+      spectral_norm(y @ y.T - np.eye(m)),
+      f'{rate:.0f} of {machine:.0f}',
+      compiled['ours'].seconds,
     )
-
-
-def commit() -> str:
-  result = subprocess.run(['git', 'describe', '--always', '--dirty'], capture_output=True, text=True, check=False)
-  return result.stdout.strip() or 'unknown'
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = make_parser(__doc__)
   parser.add_argument('--shapes', nargs='*', default=SHAPES, help='rows x columns, as in 256x1024')
   parser.add_argument('--rounds', type=int, default=15)
   parser.add_argument('--clock', choices=CLOCKS, default='wall')
   arguments = parser.parse_args()
 
-  device = jax.devices()[0].device_kind
-  print(f'{device}, Python {platform.python_version()}, jax {jax.__version__}, optax {optax.__version__}, {commit()}')
+  print(header())
   print(f'median of {arguments.rounds} rounds, {arguments.clock} clock\n')
-  print('| shape | steps | table | operands | steps between restarts | ms | ratio | error | GFLOP/s | compile s |')
-  print('| --- | ---: | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |')
-  for shape in arguments.shapes:
-    m, n = sorted(map(int, shape.split('x')))
-    bench(m, n, CLOCKS[arguments.clock], arguments.rounds)
+  shapes = [sorted(map(int, shape.split('x'))) for shape in arguments.shapes]
+  rows = (row for m, n in shapes for row in bench(m, n, CLOCKS[arguments.clock], arguments.rounds))
+  settings = {'rounds': arguments.rounds, 'clock': arguments.clock}
+  print_table('bench_newton_schulz', COLUMNS, rows, settings=settings, json_file=arguments.json)
 
 
 if __name__ == '__main__':

@@ -1,6 +1,6 @@
 """Times the refreshes of an eigenbasis and shows how well each follows the factor, on five spectra and after a spike.
 
-    python benchmarks/bench_refresh.py [--sizes 128] [--batch 2] [--steps 150] [--tolerance 0.02]
+    OPENBLAS_NUM_THREADS=1 python benchmarks/bench_refresh.py [--sizes 128] [--batch 2] [--steps 150] [--tolerance 0.02]
 
 Each spectrum is followed as an optimizer meets it: A <- 0.95 A + 0.05 G G^T with G = U diag(s)^(1/2) noise, from a
 multiple of the identity, every refresh from its own last basis. One gradient, after `--steps` steps, is 1000 times as
@@ -14,17 +14,13 @@ large. The competitors take turns at every step in one process; read the ratios,
 - refreshed: share of these 50 steps in which any basis moved.
 """
 
-import argparse
-import pathlib
-import platform
 import statistics
-import subprocess
-import time
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from measure import compile_timed, header, make_parser, median_ratio, print_table, timed
 
 from emopt_jax import Eigenbasis, eigh_refresh, qr_refresh, sort_by_magnitude
 from emopt_jax.diagnostics import basis_staleness
@@ -36,6 +32,18 @@ from emopt_jax.linalg.products import product, transpose
 SPECTRA = ('steep', 'flat', 'power law', 'rank-deficient', 'half-zero rows')
 STEADY = 50  # steps before the spike that count as steady state
 PATIENCE = 60  # steps after the spike
+COLUMNS = {
+  'n': 'd',
+  'spectrum': '',
+  'refresh': '',
+  'ms': '.2f',
+  'of qr': '.2f',
+  'n^3 products': '',
+  'residual': '.1e',
+  'recovery': '>',
+  'refreshed': '.2f',
+  'compile s': '.1f',
+}
 FACTORIZATIONS = {'geqrf': 'QR', 'qr': 'QR', 'eigh': 'eigh', 'cholesky': 'Cholesky', 'svd': 'SVD'}
 
 
@@ -87,9 +95,8 @@ def follow(compiled: dict, spectrum: str, n: int, batch: int, steps: int) -> dic
   for count in range(steps + PATIENCE):
     factor = jax.block_until_ready(next_factor(factor, root, count, 1000.0 if count == steps else 1.0))
     for name, refresh in compiled.items():
-      begin = time.perf_counter()
-      new = jax.block_until_ready(refresh(factor, bases[name]))
-      courses[name].seconds.append(time.perf_counter() - begin)
+      new, seconds = timed(refresh, factor, bases[name])
+      courses[name].seconds.append(seconds)
       bases[name], residual, moved = settle(factor, new, bases[name])
       courses[name].residuals.append(np.asarray(residual))
       courses[name].moved.append(bool(moved))
@@ -126,8 +133,35 @@ def recovery(residuals: np.ndarray, target: float) -> str:
   return str(there[0]) if there.size else f'over {PATIENCE}'
 
 
+def bench(refreshes: dict[str, Refresh], n: int, arguments):
+  """Yields the rows of one size."""
+  factor = jnp.broadcast_to(jnp.eye(n), (arguments.batch, n, n))
+  compiled = {
+    name: compile_timed(refresh, factor, Eigenbasis(factor, factor[:, 0])) for name, refresh in refreshes.items()
+  }
+  programs = {name: each.program for name, each in compiled.items()}
+  steady = slice(arguments.steps - STEADY, arguments.steps)
+  for spectrum in arguments.spectra:
+    courses = follow(programs, spectrum, n, arguments.batch, arguments.steps)
+    target = 1.5 * float(np.median(courses['qr'].residuals[steady]))
+    for name, course in courses.items():
+      goal = max(target, arguments.tolerance) if name.startswith('gated') else target
+      yield (
+        n,
+        spectrum,
+        name,
+        1e3 * statistics.median(course.seconds[steady]),
+        median_ratio(course.seconds[steady], courses['qr'].seconds[steady]),
+        count(refreshes[name], n),
+        np.median(course.residuals[steady]),
+        recovery(np.array(course.residuals[arguments.steps :]), goal),
+        np.mean(course.moved[steady]),
+        compiled[name].seconds,
+      )
+
+
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = make_parser(__doc__)
   parser.add_argument('--sizes', type=int, nargs='*', default=[128])
   parser.add_argument('--batch', type=int, default=2)
   parser.add_argument('--steps', type=int, default=150)
@@ -146,37 +180,11 @@ def main() -> None:
     'eigh': eigh_refresh,
   }
   refreshes = {k: v for k, v in refreshes.items() if k == 'qr' or not arguments.only or k in arguments.only}
-  directory = pathlib.Path(__file__).parent
-  commit = subprocess.run(['git', 'rev-parse', '--short', 'HEAD'], cwd=directory, capture_output=True, text=True)
-  device = jax.devices()[0].device_kind
-  print(f'{device}, Python {platform.python_version()}, jax {jax.__version__}, commit {commit.stdout.strip() or "?"}')
+  print(header())
   print(f'float32, batches of {arguments.batch}, {arguments.steps} steps before the spike\n')
-  print('| n | spectrum | refresh | ms | of qr | n^3 products | residual | recovery | refreshed | compile s |')
-  print('| ---: | --- | --- | ---: | ---: | --- | ---: | ---: | ---: | ---: |')
-  for n in arguments.sizes:
-    factor = jnp.broadcast_to(jnp.eye(n), (arguments.batch, n, n))
-    compiled, compile_seconds = {}, {}
-    for name, refresh in refreshes.items():
-      begin = time.perf_counter()
-      compiled[name] = jax.jit(refresh).lower(factor, Eigenbasis(factor, factor[:, 0])).compile()
-      compile_seconds[name] = time.perf_counter() - begin
-    for spectrum in arguments.spectra:
-      courses = follow(compiled, spectrum, n, arguments.batch, arguments.steps)
-      steady = slice(arguments.steps - STEADY, arguments.steps)
-      target = 1.5 * float(np.median(courses['qr'].residuals[steady]))
-      reference = courses['qr'].seconds[steady]
-      for name, course in courses.items():
-        seconds = course.seconds[steady]
-        goal = max(target, arguments.tolerance) if name.startswith('gated') else target
-        # Step by step, since both sides of a ratio should have met the same machine.
-        ratio = statistics.median(a / b for a, b in zip(seconds, reference, strict=True))
-        print(
-          f'| {n} | {spectrum} | {name} | {1e3 * statistics.median(seconds):.2f} | {ratio:.2f} '
-          f'| {count(refreshes[name], n)} | {np.median(course.residuals[steady]):.1e} '
-          f'| {recovery(np.array(course.residuals[arguments.steps :]), goal)} '
-          f'| {np.mean(course.moved[steady]):.2f} | {compile_seconds[name]:.1f} |',
-          flush=True,
-        )
+  rows = (row for n in arguments.sizes for row in bench(refreshes, n, arguments))
+  settings = {'batch': arguments.batch, 'steps': arguments.steps}
+  print_table('bench_refresh', COLUMNS, rows, settings=settings, json_file=arguments.json)
 
 
 if __name__ == '__main__':

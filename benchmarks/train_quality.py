@@ -1,17 +1,18 @@
 """Trains the GPT of `examples/train_lm.py` with each optimizer and prints the final validation losses.
 
-    python benchmarks/train_quality.py [--seeds 0 1 2] [--steps 200]
+    python benchmarks/train_quality.py [--seeds 0 1 2] [--steps 200] [--json runs/quality/results.jsonl]
 
 Every run has the same model, text, batches and schedule for its seed; AdamW gets the best of several learning rates.
 Finished runs are kept in runs/quality and not repeated; nothing else should run on the machine, as QR suffers most.
 """
 
-import argparse
 import json
 import pathlib
 import statistics
 import subprocess
 import sys
+
+from measure import make_parser, print_table
 
 TRAIN = pathlib.Path(__file__).parents[1] / 'examples' / 'train_lm.py'
 RUNS = pathlib.Path('runs', 'quality')
@@ -31,7 +32,7 @@ def train(optimizer: str, learning_rate: float, seed: int, steps: int) -> list[d
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = make_parser(__doc__)
   parser.add_argument('--seeds', type=int, nargs='+', default=[0, 1, 2])
   parser.add_argument('--steps', type=int, default=200)
   arguments = parser.parse_args()
@@ -43,13 +44,13 @@ def main() -> None:
     seconds[candidate] = statistics.median(entry['seconds'] for run in runs for entry in run)
   best = min(statistics.mean(losses[candidate]) for candidate in losses if candidate[0] == 'adamw')
 
-  seeds = ' | '.join(f'seed {seed}' for seed in arguments.seeds)
-  print(f'| optimizer | peak learning rate | {seeds} | mean | of the best AdamW | s a step |')
-  print('| --- | ---: |' + ' ---: |' * (len(arguments.seeds) + 3))
-  for (name, rate), values in losses.items():
-    mean = statistics.mean(values)
-    cells = ' | '.join(f'{value:.3f}' for value in values)
-    print(f'| {name} | {rate:g} | {cells} | {mean:.3f} | {mean / best:.2f} | {seconds[name, rate]:.2f} |')
+  columns = {'optimizer': '', 'peak learning rate': 'g', **{f'seed {seed}': '.3f' for seed in arguments.seeds}}
+  columns |= {'mean': '.3f', 'of the best AdamW': '.2f', 's a step': '.2f'}
+  rows = (
+    (name, rate, *values, statistics.mean(values), statistics.mean(values) / best, seconds[name, rate])
+    for (name, rate), values in losses.items()
+  )
+  print_table('train_quality', columns, rows, settings={'steps': arguments.steps}, json_file=arguments.json)
 
 
 if __name__ == '__main__':

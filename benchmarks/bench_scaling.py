@@ -1,0 +1,140 @@
+"""How optimizers grow: a step's time with the width, the program with the layers, the memory with the parameters.
+
+    OPENBLAS_NUM_THREADS=1 python benchmarks/bench_scaling.py [--tables time program memory] [--widths 64 128 256 512]
+
+- time: a step on the matrices of two layers of each width, as in bench_step.py.
+- program: seconds of tracing and lowering and of compiling, from empty caches, for layers that are separate leaves
+  (--layers), and what the compiled program holds; a product or a factorization of a whole batch counts once.
+- memory: bytes of the state, of the temporaries of a step, and of the donated state that the step does not reuse.
+"""
+
+import collections
+import re
+import statistics
+
+import hlo
+import jax
+import jax.numpy as jnp
+import optax
+from bench_step import REFERENCE, competitors, kl_soap_with, measure_steps
+from measure import (
+  compile_timed,
+  gradients_of,
+  header,
+  make_parser,
+  median_ratio,
+  nbytes,
+  print_table,
+  transformer_matrices,
+)
+
+import emopt_jax
+
+TABLES = ('time', 'program', 'memory')
+TIMED = ('optax.adamw', REFERENCE, 'muon', 'kl_soap', 'kl_soap, blocks of the width', 'kl_soap, one-sided')
+TIMED_LAYERS = 2
+
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_PRODUCT = re.compile(r'gemm|matmul')
+_FACTORIZATION = re.compile(r'(lapack|cusolver).*_[a-z]*(geqrf|syevd|syevj|heevd|potrf|gesdd|gesvd|gesvdj)')
+
+
+def count_operations(text: str) -> dict[str, int]:
+  """Returns how many products, factorizations and loops the text of a compiled program holds."""
+  counts: dict[str, int] = collections.Counter()
+  for instructions in hlo.parse(text)[0].values():
+    for one in instructions:
+      target = _TARGET.search(one.text)
+      name = target[1] if target and one.opcode == 'custom-call' else ''
+      counts['products'] += one.opcode in ('dot', 'convolution') or bool(_PRODUCT.search(name))
+      counts['factorizations'] += bool(_FACTORIZATION.search(name))
+      counts['loops'] += one.opcode == 'while'
+  return dict(counts)
+
+
+def time_rows(width: int, rounds: int):
+  """Yields the rows of one width in the table of times."""
+  parameters = transformer_matrices(width, TIMED_LAYERS)
+  optimizers = {name: one for name, one in competitors(width).items() if name in TIMED}
+  measured = measure_steps(optimizers, {}, parameters, gradients_of(parameters), rounds)
+  for name in TIMED:
+    seconds = measured[name][0]
+    yield name, width, 1e3 * statistics.median(seconds), median_ratio(seconds, measured[REFERENCE][0])
+
+
+def program_rows(width: int, layer_counts: list[int]):
+  """Yields the rows of the table of programs."""
+  jax.jit(jnp.sin).lower(1.0).compile()  # what a process does once is nobody's
+  optimizers = {'optax.adamw': optax.adamw(0.01), 'muon': emopt_jax.muon(0.01), 'kl_soap': emopt_jax.kl_soap(0.01)}
+  for name, optimizer in optimizers.items():
+    first = None
+    for layers in layer_counts:
+      parameters = jax.eval_shape(lambda layers=layers: transformer_matrices(width, layers))
+      state = jax.eval_shape(optimizer.init, parameters)
+      jax.clear_caches()
+      compiled = compile_timed(optimizer.update, parameters, state, parameters)
+      first = first or compiled.seconds
+      counts = count_operations(compiled.program.as_text())
+      seconds = compiled.lower_seconds, compiled.compile_seconds, compiled.seconds / first
+      yield name, layers, *seconds, counts['products'], counts['factorizations'], counts['loops']
+
+
+def memory_recipes(width: int) -> dict[str, optax.GradientTransformation]:
+  return {
+    'optax.adamw': optax.adamw(0.01),
+    'muon': emopt_jax.muon(0.01),
+    'muon, mu_dtype=bfloat16': emopt_jax.muon(0.01, mu_dtype=jnp.bfloat16),
+    'soap': emopt_jax.soap(0.01),
+    'kl_soap': emopt_jax.kl_soap(0.01),
+    'scale_by_soap, mu_dtype=bfloat16': emopt_jax.scale_by_soap(mu_dtype=jnp.bfloat16),
+    'kl_soap, block_size=width': kl_soap_with(block_size=width),
+    'kl_soap, max_dim=width (one-sided)': kl_soap_with(max_dim=width),
+    'shampoo': emopt_jax.shampoo(0.01),
+  }
+
+
+def memory_rows(width: int, layers: int):
+  """Yields the rows of the table of memory."""
+  parameters = jax.eval_shape(lambda: transformer_matrices(width, layers))
+  size = sum(p.size for p in parameters.values())
+  for name, optimizer in memory_recipes(width).items():
+    state = jax.eval_shape(optimizer.init, parameters)
+    memory = compile_timed(optimizer.update, parameters, state, parameters, donate=1).program.memory_analysis()
+    kept = max(nbytes(state) - memory.alias_size_in_bytes, 0)
+    yield name, nbytes(state) / size, memory.temp_size_in_bytes, memory.temp_size_in_bytes / size, kept
+
+
+def main() -> None:
+  parser = make_parser(__doc__)
+  parser.add_argument('--tables', nargs='+', choices=TABLES, default=TABLES)
+  parser.add_argument('--widths', type=int, nargs='+', default=[64, 128, 256, 512], help='of the table of times')
+  parser.add_argument('--rounds', type=int, default=7, help='of the table of times')
+  parser.add_argument('--layers', type=int, nargs='+', default=[4, 48], help='of the programs; memory takes the first')
+  parser.add_argument('--width', type=int, default=64, help='of the programs and of memory')
+  arguments = parser.parse_args()
+
+  print(header())
+  if 'time' in arguments.tables:
+    print(f'\nStep time, {TIMED_LAYERS} layers, float32, median of {arguments.rounds} rounds\n')
+    columns = {'optimizer': '', 'width': 'd', 'ms a step': '.2f', f'against {REFERENCE}': '.3f'}
+    rows = (row for width in arguments.widths for row in time_rows(width, arguments.rounds))
+    settings = {'layers': TIMED_LAYERS, 'rounds': arguments.rounds}
+    print_table('bench_scaling time', columns, rows, settings=settings, json_file=arguments.json)
+  if 'program' in arguments.tables:
+    print(f'\nPrograms, layers of width {arguments.width} as separate leaves\n')
+    columns = {'optimizer': '', 'layers': 'd', 'trace + lower s': '.2f', 'compile s': '.2f', 'both of the first': '.2f'}
+    columns |= {'products': 'd', 'factorizations': 'd', 'loops': 'd'}
+    rows = program_rows(arguments.width, arguments.layers)
+    settings = {'width': arguments.width}
+    print_table('bench_scaling program', columns, rows, settings=settings, json_file=arguments.json)
+  if 'memory' in arguments.tables:
+    print(f'\nMemory, {arguments.layers[0]} layers of width {arguments.width}, float32 parameters\n')
+    columns = {'optimizer': '', 'state bytes per parameter': '.2f', 'bytes of temporaries': ',d'}
+    columns |= {'of these per parameter': '.2f', 'donated bytes not reused': ',d'}
+    rows = memory_rows(arguments.width, arguments.layers[0])
+    settings = {'width': arguments.width, 'layers': arguments.layers[0]}
+    print_table('bench_scaling memory', columns, rows, settings=settings, json_file=arguments.json)
+
+
+if __name__ == '__main__':
+  main()
