@@ -3,11 +3,17 @@
 python benchmarks/bench_step.py --only optax.contrib.muon torch.optim.AdamW 'torch.optim.Muon (bfloat16)'
 """
 
+import importlib.metadata
 import importlib.util
+import os
 from typing import Any
 
 import jax
 import numpy as np
+
+# Threads of OpenMP that wait busily take the cores of whatever else runs: two of them made torch's step 100 times as
+# long on a machine with two cores in use. Read when torch is loaded.
+os.environ.setdefault('OMP_WAIT_POLICY', 'passive')
 
 # torch.optim.Muon multiplies in bfloat16 always, and has one triple of coefficients for its five steps.
 NAMES = ('torch.optim.AdamW', 'torch.optim.Muon (bfloat16)', 'pytorch_optimizer.SOAP')
@@ -20,7 +26,7 @@ def installed(package: str) -> bool:
 def versions() -> str:
   """Returns what the header adds to its own versions, '' without torch."""
   packages = [package for package in ('torch', 'pytorch_optimizer') if installed('torch') and installed(package)]
-  return ''.join(f', {package} {importlib.import_module(package).__version__}' for package in packages)
+  return ''.join(f', {package} {importlib.metadata.version(package)}' for package in packages)
 
 
 def make_optimizers(parameters: dict[str, jax.Array], gradients: dict[str, jax.Array]) -> dict[str, Any]:
@@ -36,6 +42,7 @@ def make_optimizers(parameters: dict[str, jax.Array], gradients: dict[str, jax.A
   def copies():
     return [_tensor(p, _tensor(gradients[name], None, on_gpu), on_gpu) for name, p in parameters.items()]
 
+  # Fused is its fastest form.
   made = {'torch.optim.AdamW': torch.optim.AdamW(copies(), lr=0.01, weight_decay=1e-4, fused=True)}
   if hasattr(torch.optim, 'Muon'):  # since torch 2.9
     settings = {'momentum': 0.95, 'nesterov': True, 'ns_steps': 5, 'adjust_lr_fn': 'match_rms_adamw'}
@@ -43,8 +50,9 @@ def make_optimizers(parameters: dict[str, jax.Array], gradients: dict[str, jax.A
   if installed('pytorch_optimizer'):
     from pytorch_optimizer import SOAP
 
-    # Its default shampoo_beta of -1 is taken as it is, not as "that of Adam", and lets the factors grow without end.
-    settings = {'betas': (0.9, 0.95), 'shampoo_beta': 0.95, 'eps': 1e-15, 'precondition_frequency': 1}
+    # The decays of `soap`, and new bases by QR in every step as there; but its own eps, since a smaller one lets it
+    # divide rounding noise by rounding noise.
+    settings = {'betas': (0.9, 0.95), 'shampoo_beta': 0.95, 'precondition_frequency': 1}
     made['pytorch_optimizer.SOAP'] = SOAP(copies(), lr=0.01, weight_decay=0.1, **settings)
   return made
 

@@ -13,6 +13,7 @@ import measure
 import optax
 import plots
 import pytest
+import torch_peers
 
 
 def test_first_round_is_not_counted():
@@ -85,6 +86,27 @@ def test_memory_of_a_recipe(monkeypatch):
   ((name, state, temporaries, per_parameter, kept),) = bench_scaling.memory_rows(16, 1)
   assert (name, kept) == ('adamw', 0) and state == pytest.approx(8, abs=0.01)
   assert temporaries == per_parameter * 12 * 16**2
+
+
+def test_torch_peers_step_and_count_their_state():
+  pytest.importorskip('torch')
+  parameters = measure.transformer_matrices(4, 1)
+  gradients = measure.gradients_of(parameters)
+  optimizers = torch_peers.make_optimizers(parameters, gradients)
+  assert set(optimizers) <= set(torch_peers.NAMES)
+  for name, optimizer in optimizers.items():
+    for _ in range(2):
+      torch_peers.step(optimizer)
+    first, expected = optimizer.param_groups[0]['params'][0], next(iter(parameters.values()))
+    assert 0 < abs(first.numpy() - expected).max() < 0.1, name
+  size = 12 * 4**2
+  # Two moments, and the counter of each of the four matrices.
+  assert torch_peers.state_bytes(optimizers['torch.optim.AdamW']) == 8 * size + 4 * 4
+
+
+def test_torch_missing(monkeypatch):
+  monkeypatch.setattr(torch_peers, 'installed', lambda package: False)
+  assert torch_peers.make_optimizers({}, {}) == {} and torch_peers.versions() == ''
 
 
 def results(file):
