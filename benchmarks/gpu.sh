@@ -5,7 +5,8 @@
 #   SHAPES=64x256 SIZES=64 WIDTH=64 LAYERS=1 ROUNDS=2 JAX_PLATFORMS=cpu bash benchmarks/gpu.sh    # to try it anywhere
 #
 # PYTHON is the Python that has jax with its GPU plugin (default: python3), OUT the folder of the results (default:
-# runs/gpu), ONLY the optimizers, separated by semicolons. A part that reaches its limit ends there; its rows so far count.
+# runs/gpu), ONLY the optimizers, separated by semicolons. A part that reaches its limit ends there, and its rows so far
+# count.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -41,7 +42,10 @@ part() {
   fi
 }
 
-timeout 30 "$PYTHON" -c 'import jax; print("Device:", jax.devices()[0].device_kind, "x", jax.device_count(), "- backend", jax.default_backend())'
+timeout 30 "$PYTHON" -c '
+import jax
+print(f"{jax.device_count()} x {jax.devices()[0].device_kind}, backend {jax.default_backend()}")
+'
 part 110 bench_newton_schulz --shapes "${shapes[@]}" --rounds "$ROUNDS"
 part 150 bench_refresh --sizes "${sizes[@]}" --batch 1 --steps 51 --spectra steep --only jacobi
 part 150 bench_step --width "$WIDTH" --layers "$LAYERS" --rounds "$ROUNDS" --only "${only[@]}"

@@ -84,8 +84,7 @@ def step_ratios(rows: list[dict[str, Any]]):
   axes.set_xlim(min(*ratios.values(), 1) / 2, max(*ratios.values(), 1) * 2)
   axes.set_yticks(range(len(names)), names)
   axes.invert_yaxis()
-  if len(widths) > 1:
-    figure.legend(loc='outside lower center', ncols=len(widths), fontsize=FONT_SIZE - 1)
+  figure.legend(loc='outside lower center', ncols=len(widths), fontsize=FONT_SIZE - 1)
   return figure
 
 
