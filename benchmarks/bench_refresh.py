@@ -112,6 +112,9 @@ def paths(jaxpr) -> set[tuple[int, frozenset[str]]]:
       options = {(0, frozenset({FACTORIZATIONS[name]}))}
     elif name == 'cond':
       options = set().union(*(paths(branch.jaxpr) for branch in equation.params['branches']))
+    elif name == 'while':
+      # A loop without a fixed number of rounds, over the matrices that need it, may go none.
+      options = {(0, frozenset())} | paths(equation.params['body_jaxpr'].jaxpr)
     else:
       options = {(int(name == 'dot_general'), frozenset())}
       for inner in equation.params.values():

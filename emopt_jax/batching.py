@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# A batch is a copy of what it joins: 512 MiB in float32. A larger matrix, or a leaf that is a stack, is its own batch.
+# Numbers in a batch, which is a copy of what it joins. A larger matrix, or a leaf that is a stack, is its own batch. On
+# CPUs large matrices are faster one by one, in the cache, and XLA works on several of them at a time.
 LARGEST_BATCH = 2**27
+LARGEST_BATCH_ON_CPU = 2**21
 
 
 def map_by_shape(function: Callable[..., Any], single: Collection[str], *entries: dict[str, Any]) -> dict[str, Any]:
@@ -54,11 +56,12 @@ def batches(single: Collection[str], *entries: dict[str, Any]) -> list[list[str]
   for path in entries[0]:
     key = _kind([entry[path] for entry in entries]) if path in single else path
     groups.setdefault(key, []).append(path)
+  largest = LARGEST_BATCH_ON_CPU if jax.default_backend() == 'cpu' else LARGEST_BATCH
   chunks = []
   for paths in groups.values():
     trees = [[entry[path] for entry in entries] for path in paths]
     elements = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trees[0]))
-    together = max(1, LARGEST_BATCH // elements)
+    together = max(1, largest // elements)
     chunks += [paths[start : start + together] for start in range(0, len(paths), together)]
   return chunks
 

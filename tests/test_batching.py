@@ -79,7 +79,8 @@ def test_what_is_joined(monkeypatch):
   assert single == {'a', 'b', 'qkv', 'c'}
   stacks = emopt_jax.matrices.to_stacks(leaves, axes)
   assert batching.batches(single, stacks) == [['a', 'b', 'qkv'], ['c'], ['layers']]
-  monkeypatch.setattr(batching, 'LARGEST_BATCH', 64)
+  for limit in ('LARGEST_BATCH', 'LARGEST_BATCH_ON_CPU'):
+    monkeypatch.setattr(batching, limit, 64)
   assert batching.batches(single, stacks) == [['a', 'b'], ['qkv'], ['c'], ['layers']]
 
 
