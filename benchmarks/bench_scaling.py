@@ -15,18 +15,9 @@ import statistics
 import hlo
 import jax
 import jax.numpy as jnp
+import measure
 import optax
 from bench_step import REFERENCE, competitors, kl_soap_with, measure_steps
-from measure import (
-  compile_timed,
-  gradients_of,
-  header,
-  make_parser,
-  median_ratio,
-  nbytes,
-  print_table,
-  transformer_matrices,
-)
 
 import emopt_jax
 
@@ -54,12 +45,12 @@ def count_operations(text: str) -> dict[str, int]:
 
 def time_rows(width: int, rounds: int):
   """Yields the rows of one width in the table of times."""
-  parameters = transformer_matrices(width, TIMED_LAYERS)
+  parameters = measure.transformer_matrices(width, TIMED_LAYERS)
   optimizers = {name: one for name, one in competitors(width).items() if name in TIMED}
-  measured = measure_steps(optimizers, {}, parameters, gradients_of(parameters), rounds)
+  measured = measure_steps(optimizers, {}, parameters, measure.gradients_of(parameters), rounds)
   for name in TIMED:
     seconds = measured[name][0]
-    yield name, width, 1e3 * statistics.median(seconds), median_ratio(seconds, measured[REFERENCE][0])
+    yield name, width, 1e3 * statistics.median(seconds), measure.median_ratio(seconds, measured[REFERENCE][0])
 
 
 def program_rows(width: int, layer_counts: list[int]):
@@ -69,10 +60,10 @@ def program_rows(width: int, layer_counts: list[int]):
   for name, optimizer in optimizers.items():
     first = None
     for layers in layer_counts:
-      parameters = jax.eval_shape(lambda layers=layers: transformer_matrices(width, layers))
+      parameters = jax.eval_shape(lambda layers=layers: measure.transformer_matrices(width, layers))
       state = jax.eval_shape(optimizer.init, parameters)
       jax.clear_caches()
-      compiled = compile_timed(optimizer.update, parameters, state, parameters)
+      compiled = measure.compile_timed(optimizer.update, parameters, state, parameters)
       first = first or compiled.seconds
       counts = count_operations(compiled.program.as_text())
       seconds = compiled.lower_seconds, compiled.compile_seconds, compiled.seconds / first
@@ -95,17 +86,17 @@ def memory_recipes(width: int) -> dict[str, optax.GradientTransformation]:
 
 def memory_rows(width: int, layers: int):
   """Yields the rows of the table of memory."""
-  parameters = jax.eval_shape(lambda: transformer_matrices(width, layers))
+  parameters = jax.eval_shape(lambda: measure.transformer_matrices(width, layers))
   size = sum(p.size for p in parameters.values())
   for name, optimizer in memory_recipes(width).items():
     state = jax.eval_shape(optimizer.init, parameters)
-    memory = compile_timed(optimizer.update, parameters, state, parameters, donate=1).program.memory_analysis()
-    kept = max(nbytes(state) - memory.alias_size_in_bytes, 0)
-    yield name, nbytes(state) / size, memory.temp_size_in_bytes, memory.temp_size_in_bytes / size, kept
+    memory = measure.compile_timed(optimizer.update, parameters, state, parameters, donate=1).program.memory_analysis()
+    kept = max(measure.nbytes(state) - memory.alias_size_in_bytes, 0)
+    yield name, measure.nbytes(state) / size, memory.temp_size_in_bytes, memory.temp_size_in_bytes / size, kept
 
 
 def main() -> None:
-  parser = make_parser(__doc__)
+  parser = measure.make_parser(__doc__)
   parser.add_argument('--tables', nargs='+', choices=TABLES, default=TABLES)
   parser.add_argument('--widths', type=int, nargs='+', default=[64, 128, 256, 512], help='of the table of times')
   parser.add_argument('--rounds', type=int, default=7, help='of the table of times')
@@ -113,27 +104,27 @@ def main() -> None:
   parser.add_argument('--width', type=int, default=64, help='of the programs and of memory')
   arguments = parser.parse_args()
 
-  print(header())
+  print(measure.header())
   if 'time' in arguments.tables:
     print(f'\nStep time, {TIMED_LAYERS} layers, float32, median of {arguments.rounds} rounds\n')
     columns = {'optimizer': '', 'width': 'd', 'ms a step': '.2f', f'against {REFERENCE}': '.3f'}
     rows = (row for width in arguments.widths for row in time_rows(width, arguments.rounds))
     settings = {'layers': TIMED_LAYERS, 'rounds': arguments.rounds}
-    print_table('bench_scaling time', columns, rows, settings=settings, json_file=arguments.json)
+    measure.print_table('bench_scaling time', columns, rows, settings=settings, json_file=arguments.json)
   if 'program' in arguments.tables:
     print(f'\nPrograms, layers of width {arguments.width} as separate leaves\n')
     columns = {'optimizer': '', 'layers': 'd', 'trace + lower s': '.2f', 'compile s': '.2f', 'both of the first': '.2f'}
     columns |= {'products': 'd', 'factorizations': 'd', 'loops': 'd'}
     rows = program_rows(arguments.width, arguments.layers)
     settings = {'width': arguments.width}
-    print_table('bench_scaling program', columns, rows, settings=settings, json_file=arguments.json)
+    measure.print_table('bench_scaling program', columns, rows, settings=settings, json_file=arguments.json)
   if 'memory' in arguments.tables:
     print(f'\nMemory, {arguments.layers[0]} layers of width {arguments.width}, float32 parameters\n')
     columns = {'optimizer': '', 'state bytes per parameter': '.2f', 'bytes of temporaries': ',d'}
     columns |= {'of these per parameter': '.2f', 'donated bytes not reused': ',d'}
     rows = memory_rows(arguments.width, arguments.layers[0])
     settings = {'width': arguments.width, 'layers': arguments.layers[0]}
-    print_table('bench_scaling memory', columns, rows, settings=settings, json_file=arguments.json)
+    measure.print_table('bench_scaling memory', columns, rows, settings=settings, json_file=arguments.json)
 
 
 if __name__ == '__main__':

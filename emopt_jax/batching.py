@@ -4,7 +4,6 @@ A model of many layers holds few shapes. One batched product instead of one per 
 as the list of shapes, and an accelerator busy.
 """
 
-import math
 from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
@@ -42,7 +41,7 @@ def map_by_shape(function: Callable[..., Any], single: Collection[str], *entries
     if len(paths) == 1:
       results[paths[0]] = function(*trees[0])
       continue
-    sizes = [_size(tree) for tree in trees]
+    sizes = [jax.tree.leaves(tree)[0].shape[0] for tree in trees]
     joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *trees)
     values, structure = jax.tree.flatten(function(*joined))
     parts = zip(*(lax.split(value, sizes) for value in values), strict=True)
@@ -59,9 +58,8 @@ def batches(single: Collection[str], *entries: dict[str, Any]) -> list[list[str]
   largest = LARGEST_BATCH_ON_CPU if jax.default_backend() == 'cpu' else LARGEST_BATCH
   chunks = []
   for paths in groups.values():
-    trees = [[entry[path] for entry in entries] for path in paths]
-    elements = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trees[0]))
-    together = max(1, largest // elements)
+    numbers = sum(leaf.size for leaf in jax.tree.leaves([entry[paths[0]] for entry in entries]))
+    together = max(1, largest // numbers)
     chunks += [paths[start : start + together] for start in range(0, len(paths), together)]
   return chunks
 
@@ -71,7 +69,3 @@ def _kind(trees: list[Any]) -> Hashable:
   leaves, structure = jax.tree.flatten(trees)
   types = [jax.typeof(leaf) for leaf in leaves]
   return structure, tuple((t.shape[1:], t.dtype, t.sharding, getattr(t, 'vma', None)) for t in types)
-
-
-def _size(tree: Any) -> int:
-  return jax.tree.leaves(tree)[0].shape[0]

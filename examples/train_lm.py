@@ -105,10 +105,10 @@ def make_optimizer(name, learning_rate, params, args, mesh):
     rotated = emopt_jax.scale_by_soap(emopt_jax.kl_covariance(**smaller))
     decayed = optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(schedule(learning_rate))
     matrix_optimizer = optax.chain(rotated, *decayed)
+  elif name == 'kl_soap_jacobi':
+    matrix_optimizer = emopt_jax.kl_soap(schedule(learning_rate), refresh=emopt_jax.jacobi_refresh, weight_decay=0.1)
   else:
-    recipe = functools.partial(emopt_jax.kl_soap, refresh=emopt_jax.jacobi_refresh)
-    recipe = recipe if name == 'kl_soap_jacobi' else getattr(emopt_jax, name)
-    matrix_optimizer = recipe(schedule(learning_rate), weight_decay=0.1)
+    matrix_optimizer = getattr(emopt_jax, name)(schedule(learning_rate), weight_decay=0.1)
   other_optimizer = adamw(schedule(args.adam_learning_rate))
   print(emopt_jax.describe_routing(params, matrix_optimizer, other_optimizer))
   plain = clipped(emopt_jax.route(matrix_optimizer, other_optimizer))

@@ -1,6 +1,6 @@
 """Factorizations of stacks of matrices: XLA's own, except on CPUs.
 
-On CPUs jaxlib (0.10 to 0.12 at least) hands the matrices of a batch to XLA's thread pool, from a thread of that pool,
+On CPUs jaxlib 0.10 hands the matrices of a batch to XLA's thread pool, from a thread of that pool,
 and waits for them: as many batched factorizations at once as there are threads wait for each other for ever. A batch of
 one is done where it is called. So a loop goes through the stack, a few matrices at a time, which XLA runs side by side.
 """

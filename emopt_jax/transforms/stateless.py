@@ -13,22 +13,23 @@ OnStack = Callable[[jax.Array], jax.Array]
 
 def stateless_on_stacks(function: OnStack, axes: Axes) -> optax.GradientTransformation:
   """Returns the transformation that applies a function `[batch, m, n] -> [batch, m, n]` to every stack of matrices."""
-  return _stateless(lambda stacks, single: {path: function(stack) for path, stack in stacks.items()}, axes)
+  return _stateless(lambda updates: {p: function(stack) for p, stack in to_stacks(updates, axes).items()}, axes)
 
 
 def stateless_by_shape(function: OnStack, axes: Axes) -> optax.GradientTransformation:
   """Does as `stateless_on_stacks`, but joins the matrices of one shape in one batch: for products, not for scalings."""
-  return _stateless(lambda stacks, single: map_by_shape(function, single, stacks), axes)
+  return _stateless(
+    lambda updates: map_by_shape(function, single_matrices(updates, axes), to_stacks(updates, axes)), axes
+  )
 
 
-def _stateless(function: Callable[[Stacks, frozenset[str]], Stacks], axes: Axes) -> optax.GradientTransformation:
+def _stateless(function: Callable[[optax.Updates], Stacks], axes: Axes) -> optax.GradientTransformation:
   def init(params):
     stack_shapes(params, axes)  # raises now rather than at the first update
     return optax.EmptyState()
 
   def update(updates, state, params=None):
     del params
-    stacks = function(to_stacks(updates, axes), single_matrices(updates, axes))
-    return from_stacks(stacks, updates, axes), state
+    return from_stacks(function(updates), updates, axes), state
 
   return optax.GradientTransformation(init, update)
