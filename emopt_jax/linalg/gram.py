@@ -96,6 +96,47 @@ def gram_steps(
   return product(p, x, dtype)
 
 
+def restarted_steps(
+  x: Float[Array, '*batch m n'],
+  matrix: Float[Array, '*batch m m'],
+  rows: np.ndarray,
+  lengths: tuple[int, ...],
+  form_gram: Callable[[jax.Array], jax.Array],
+  dtype: DTypeLike | None,
+) -> Float[Array, '*batch m n']:
+  """Runs the steps of `plain_steps` by `gram_steps`, `lengths` of them from one A of X to the next.
+
+  A single matrix that a restart finds so near its polar factor that one of the steps left ends there, takes that one
+  only. A batch takes all: it would wait for its slowest matrix, and a sharded one for other devices.
+
+  Args:
+    x, matrix, rows, form_gram, dtype: As in `plain_steps`.
+    lengths: Numbers of steps, which sum to the number of rows.
+  """
+  count, *others = lengths
+
+  def every_step() -> jax.Array:
+    y = gram_steps(x, matrix, rows[:count], dtype)
+    return restarted_steps(y, form_gram(y), rows[count:], tuple(others), form_gram, dtype) if others else y
+
+  reach = _reach(rows, jnp.finfo(matrix.dtype).eps)
+  if not reach or math.prod(x.shape[:-2]) != 1:
+    return every_step()
+  distance = jnp.linalg.norm(matrix - jnp.eye(matrix.shape[-1], dtype=matrix.dtype))
+  return lax.cond(distance < reach, lambda: plain_steps(x, matrix, rows[:1], form_gram, dtype), every_step)
+
+
+def _reach(rows: np.ndarray, eps: float) -> float:
+  """Returns the |A - I| from which any of the rows ends at A = I, within eps; 0 if one of them does not lead there.
+
+  sqrt(1+e) (a + b (1+e) + c (1+e)^2) is 1 + O(e^2) if a + b + c = 1 and b + 2c = -1/2, and 1 + O(e^3) if c is 3/8 too.
+  """
+  a, b, c = rows.T
+  if np.any(np.abs(a + b + c - 1) > 1e-6) or np.any(np.abs(b + 2 * c + 0.5) > 1e-5):
+    return 0.0
+  return eps ** (1 / 3 if np.all(np.abs(c - 3 / 8) < 1e-5) else 1 / 2)
+
+
 def partition(rows: np.ndarray, growth: float) -> tuple[int, ...]:
   """Returns the numbers of steps between two restarts: the fewest, of nearly equal growth of at most about `growth`.
 
