@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from emopt_jax.linalg.blocks import multiply_left, multiply_right, per_matrix
-from emopt_jax.linalg.factorizations import eigh, qr
+from emopt_jax.linalg.factorizations import eigh
+from emopt_jax.linalg.orthonormal import orthonormal_columns
 from emopt_jax.linalg.products import frobenius_norm, largest_magnitude, product, transpose
+from emopt_jax.linalg.replace_where import replace_where
 
 
 class Eigenbasis(NamedTuple):
@@ -42,7 +44,8 @@ Arrange = Callable[[Eigenbasis], tuple[Eigenbasis, jax.Array]]
 def qr_refresh(factor: Float[Array, '*batch n n'], eigenbasis: Eigenbasis) -> Eigenbasis:
   """Takes one step of orthogonal iteration: Q <- QR(A Q), w = diag(Q^T A Q).
 
-  The signs of R's diagonal are made positive, so that Q moves continuously with A.
+  R has a positive diagonal, so that Q moves continuously with A. `orthonormal_columns` finds Q, by Cholesky but where
+  Q is still far from an eigenbasis.
 
   Args:
     factor: Symmetric positive semi-definite A `[*batch, n, n]`. A zero factor keeps the basis.
@@ -62,9 +65,8 @@ def qr_refresh(factor: Float[Array, '*batch n n'], eigenbasis: Eigenbasis) -> Ei
   """
   scale = largest_magnitude(factor)
   normalized = factor / scale
-  q, r = qr(product(normalized, eigenbasis.vectors))
-  signs = jnp.where(jnp.diagonal(r, axis1=-2, axis2=-1) < 0, -1, 1).astype(q.dtype)
-  q = q * signs[..., None, :]
+  # A Q as the transpose of Q^T A, since A is symmetric: its columns are wanted as rows.
+  q = orthonormal_columns(transpose(product(transpose(eigenbasis.vectors), normalized)))
   zero = jnp.all(factor == 0, axis=(-2, -1), keepdims=True)
   q = jnp.where(zero, eigenbasis.vectors, q)
   values = jnp.sum(q * product(normalized, q), axis=-2) * scale[..., 0]
@@ -122,12 +124,8 @@ def eigh_at_start(refresh: Refresh) -> Refresh:
   """
 
   def refresh_after_eigh(factor: jax.Array, eigenbasis: Eigenbasis) -> Eigenbasis:
-    started = jnp.any(eigenbasis.values != 0, axis=-1)
-    return jax.lax.cond(
-      jnp.all(started),
-      lambda: refresh(factor, eigenbasis),
-      lambda: select(started, refresh(factor, eigenbasis), eigh_refresh(factor, eigenbasis)),
-    )
+    untouched = jnp.all(eigenbasis.values == 0, axis=-1)
+    return replace_where(untouched, eigh_refresh, factor, eigenbasis, otherwise=refresh(factor, eigenbasis))
 
   return refresh_after_eigh
 

@@ -34,18 +34,24 @@ def svd(x: Float[Array, '*batch m n']) -> tuple[jax.Array, jax.Array, jax.Array]
 
 
 def cholesky(x: Float[Array, '*batch n n']) -> jax.Array:
-  """Returns the lower triangular factor of positive definite matrices, as `jnp.linalg.cholesky` does."""
-  return _of_stack(jnp.linalg.cholesky, x)
+  """Returns the lower triangular factor of positive definite matrices, of which it reads the lower triangle."""
+  return _of_stack(lambda x: lax.linalg.cholesky(x, symmetrize_input=False), x)
 
 
-def _of_stack(function: Callable[[jax.Array], Any], x: jax.Array) -> Any:
+def solve_triangular(lower: Float[Array, '*batch m m'], x: Float[Array, '*batch m n']) -> jax.Array:
+  """Returns L^-1 X, as `lax.linalg.triangular_solve` does."""
+  return _of_stack(lambda lower, x: lax.linalg.triangular_solve(lower, x, left_side=True, lower=True), lower, x)
+
+
+def _of_stack(function: Callable[..., Any], *arrays: jax.Array) -> Any:
   # Under a caller's `jax.vmap`, too, the matrices come one after another.
   alone = jax.custom_batching.sequential_vmap(function)
 
-  def loop(stack: jax.Array) -> Any:
-    together = min(_SIDE_BY_SIDE, len(stack))
-    return lax.scan(lambda _, matrix: (None, alone(matrix)), None, stack, unroll=together)[1]
+  def loop(*stacks: jax.Array) -> Any:
+    together = min(_SIDE_BY_SIDE, len(stacks[0]))
+    return lax.scan(lambda _, matrices: (None, alone(*matrices)), None, stacks, unroll=together)[1]
 
-  stack = x.reshape(-1, *x.shape[-2:])
-  results = lax.platform_dependent(stack, cpu=loop, default=function)
-  return jax.tree.map(lambda result: result.reshape(*x.shape[:-2], *result.shape[1:]), results)
+  batch = arrays[0].shape[:-2]
+  stacks = [x.reshape(-1, *x.shape[-2:]) for x in arrays]
+  results = lax.platform_dependent(*stacks, cpu=loop, default=function)
+  return jax.tree.map(lambda result: result.reshape(*batch, *result.shape[1:]), results)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from emopt_jax.linalg.eigenbasis import Eigenbasis, Refresh
 from emopt_jax.linalg.product_refresh import off_diagonal_share, rotated_factor
 from emopt_jax.linalg.products import largest_magnitude
-from emopt_jax.linalg.refresh_where import refresh_where
+from emopt_jax.linalg.replace_where import replace_where
 
 
 def gated(refresh: Refresh, tolerance: float) -> Refresh:
@@ -43,6 +43,6 @@ def gated(refresh: Refresh, tolerance: float) -> Refresh:
     kept = Eigenbasis(eigenbasis.vectors, jnp.diagonal(rotated, axis1=-2, axis2=-1) * scale[..., 0])
     # Not-a-number compares as false: the values then show that the factor is not finite.
     stale = off_diagonal_share(rotated) > tolerance
-    return refresh_where(stale, refresh, factor, eigenbasis, kept)
+    return replace_where(stale, refresh, factor, eigenbasis, otherwise=kept)
 
   return refresh_where_stale

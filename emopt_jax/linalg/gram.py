@@ -119,7 +119,7 @@ def restarted_steps(
     y = gram_steps(x, matrix, rows[:count], dtype)
     return restarted_steps(y, form_gram(y), rows[count:], tuple(others), form_gram, dtype) if others else y
 
-  reach = _reach(rows, jnp.finfo(matrix.dtype).eps)
+  reach = _reach(rows, float(jnp.finfo(matrix.dtype).eps))
   if not reach or math.prod(x.shape[:-2]) != 1:
     return every_step()
   distance = jnp.linalg.norm(matrix - jnp.eye(matrix.shape[-1], dtype=matrix.dtype))

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from emopt_jax.linalg.eigenbasis import Eigenbasis, qr_refresh
 from emopt_jax.linalg.products import frobenius_norm, largest_magnitude, product, transpose
-from emopt_jax.linalg.refresh_where import refresh_where
+from emopt_jax.linalg.replace_where import replace_where
 
 # With a larger off-diagonal share the basis is too far off for first-order angles, and one QR gains more. In steady
 # state the share stays below 0.35, for gradients of rank one too; after a large spike it is above 0.5.
@@ -66,7 +66,7 @@ def jacobi_refresh(factor: Float[Array, '*batch n n'], eigenbasis: Eigenbasis) -
   turned = Eigenbasis(vectors, values)
   # Not-a-number compares as false: a broken matrix does not send its neighbours to QR.
   far = off_diagonal_share(rotated) > _FALLBACK_ABOVE
-  return refresh_where(far, qr_refresh, factor, eigenbasis, turned)
+  return replace_where(far, qr_refresh, factor, eigenbasis, otherwise=turned)
 
 
 def rotated_factor(factor: Float[Array, '*batch n n'], vectors: Float[Array, '*batch n n']) -> Float[Array, '*b n n']:
