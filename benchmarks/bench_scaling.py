@@ -3,12 +3,14 @@
     OPENBLAS_NUM_THREADS=1 python benchmarks/bench_scaling.py [--tables time program memory] [--widths 64 128 256 512]
 
 - time: a step on the matrices of two layers of each width, as in bench_step.py.
-- program: seconds of tracing and lowering and of compiling, from empty caches, for layers that are separate leaves
-  (--layers), and what the compiled program holds; a product or a factorization of a whole batch counts once.
+- program: seconds of tracing and lowering and of compiling, from empty caches, for layers (--layers) that are separate
+  leaves or, as scanned layers are, stacks [layers, in, out], and what the compiled program holds; a product or a
+  factorization of a whole batch counts once.
 - memory: bytes of the state, of the temporaries of a step, and of the donated state that the step does not reuse.
 """
 
 import collections
+import itertools
 import re
 import statistics
 
@@ -53,21 +55,35 @@ def time_rows(width: int, rounds: int):
     yield name, width, 1e3 * statistics.median(seconds), measure.median_ratio(seconds, measured[REFERENCE][0])
 
 
+def stacked(layers: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns one leaf `[layers, in, out]` for the matrices of one name."""
+  groups: dict[str, list[jax.ShapeDtypeStruct]] = collections.defaultdict(list)
+  for path, matrix in layers.items():
+    groups[path.split('/')[1]].append(matrix)
+  return {name: jax.ShapeDtypeStruct((len(group), *group[0].shape), group[0].dtype) for name, group in groups.items()}
+
+
 def program_rows(width: int, layer_counts: list[int]):
   """Yields the rows of the table of programs."""
   jax.jit(jnp.sin).lower(1.0).compile()  # what a process does once is nobody's
-  optimizers = {'optax.adamw': optax.adamw(0.01), 'muon': emopt_jax.muon(0.01), 'kl_soap': emopt_jax.kl_soap(0.01)}
-  for name, optimizer in optimizers.items():
+  axes = emopt_jax.MatrixAxes(-2, -1)
+  optimizers = {
+    'optax.adamw': optax.adamw(0.01),
+    'muon': emopt_jax.muon(0.01, axes=axes),
+    'kl_soap': emopt_jax.kl_soap(0.01, axes=axes),
+  }
+  for name, leaves in itertools.product(optimizers, ('separate', 'stacked')):
     first = None
     for layers in layer_counts:
       parameters = jax.eval_shape(lambda layers=layers: measure.transformer_matrices(width, layers))
-      state = jax.eval_shape(optimizer.init, parameters)
+      parameters = parameters if leaves == 'separate' else stacked(parameters)
+      state = jax.eval_shape(optimizers[name].init, parameters)
       jax.clear_caches()
-      compiled = measure.compile_timed(optimizer.update, parameters, state, parameters)
+      compiled = measure.compile_timed(optimizers[name].update, parameters, state, parameters)
       first = first or compiled.seconds
       counts = count_operations(compiled.program.as_text())
       seconds = compiled.lower_seconds, compiled.compile_seconds, compiled.seconds / first
-      yield name, layers, *seconds, counts['products'], counts['factorizations'], counts['loops']
+      yield name, leaves, layers, *seconds, counts['products'], counts['factorizations'], counts['loops']
 
 
 def memory_recipes(width: int) -> dict[str, optax.GradientTransformation]:
@@ -112,8 +128,15 @@ def main() -> None:
     settings = {'layers': TIMED_LAYERS, 'rounds': arguments.rounds}
     measure.print_table('bench_scaling time', columns, rows, settings=settings, json_file=arguments.json)
   if 'program' in arguments.tables:
-    print(f'\nPrograms, layers of width {arguments.width} as separate leaves\n')
-    columns = {'optimizer': '', 'layers': 'd', 'trace + lower s': '.2f', 'compile s': '.2f', 'both of the first': '.2f'}
+    print(f'\nPrograms, layers of width {arguments.width}\n')
+    columns = {
+      'optimizer': '',
+      'leaves': '',
+      'layers': 'd',
+      'trace + lower s': '.2f',
+      'compile s': '.2f',
+      'both of the first': '.2f',
+    }
     columns |= {'products': 'd', 'factorizations': 'd', 'loops': 'd'}
     rows = program_rows(arguments.width, arguments.layers)
     settings = {'width': arguments.width}

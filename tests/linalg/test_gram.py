@@ -227,7 +227,7 @@ def test_symmetric_product(shape):
 
 
 def test_symmetric_share():
-  assert [symmetric_share(m) for m in (1, 511, 512, 1023, 1024, 2048)] == [1, 1, 0.75, 0.75, 0.625, 0.5625]
+  assert [symmetric_share(m) for m in (1, 511, 512, 1023, 1024, 2048)] == [1, 1, 0.75, 0.75, 0.625, 0.625]
 
 
 def test_large_enough_for_blocks():
