@@ -11,13 +11,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.scipy.linalg import solve_triangular
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from emopt_jax.distributed.costs import newton_schulz_cost
 from emopt_jax.linalg.coefficients import POLAR_EXPRESS, Coefficients
-from emopt_jax.linalg.factorizations import cholesky
+from emopt_jax.linalg.factorizations import cholesky, solve_triangular
 from emopt_jax.linalg.gram import plain_steps, row_scale
 from emopt_jax.linalg.polar import newton_schulz
 from emopt_jax.linalg.products import frobenius_norm, product, symmetric_product, transpose
@@ -101,10 +100,10 @@ def gram(
   """
   y, matrix, rows = _start(x, axis, dim, coefficients, steps)
   lower = _cholesky(matrix)
-  y = solve_triangular(lower, y, lower=True)
+  y = solve_triangular(lower, y)
   for _ in range(refinements):
     correction = _cholesky(lax.psum(symmetric_product(y, y), axis))
-    y, lower = solve_triangular(correction, y, lower=True), product(lower, correction)
+    y, lower = solve_triangular(correction, y), product(lower, correction)
   matrix = symmetric_product(lower, lower)
   factor = plain_steps(lower, matrix, rows, lambda z: symmetric_product(z, z, dtype), dtype)
   y = product(factor, y, dtype)
@@ -231,5 +230,5 @@ def _cholesky(matrix: jax.Array) -> jax.Array:
   shift = jnp.where(unit > 0, (2 + size / 64) * unit, 1)
   identity = jnp.eye(size, dtype=matrix.dtype)
   lower = cholesky(matrix + shift * identity)
-  root = solve_triangular(lower, shift * identity, lower=True)
+  root = solve_triangular(lower, shift * identity)
   return cholesky(matrix + product(transpose(root), root))
