@@ -55,12 +55,11 @@ def time_rows(width: int, rounds: int):
     yield name, width, 1e3 * statistics.median(seconds), measure.median_ratio(seconds, measured[REFERENCE][0])
 
 
-def stacked(layers: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns one leaf `[layers, in, out]` for the matrices of one name."""
-  groups: dict[str, list[jax.ShapeDtypeStruct]] = collections.defaultdict(list)
-  for path, matrix in layers.items():
-    groups[path.split('/')[1]].append(matrix)
-  return {name: jax.ShapeDtypeStruct((len(group), *group[0].shape), group[0].dtype) for name, group in groups.items()}
+def layers_of(width: int, layers: int, leaves: str) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns the shapes of as many layers, as separate leaves or stacked `[layers, in, out]`."""
+  if leaves == 'separate':
+    return jax.eval_shape(lambda: measure.transformer_matrices(width, layers))
+  return jax.eval_shape(jax.vmap(lambda _: measure.transformer_matrices(width, 1)), jnp.arange(layers))
 
 
 def program_rows(width: int, layer_counts: list[int]):
@@ -75,8 +74,7 @@ def program_rows(width: int, layer_counts: list[int]):
   for name, leaves in itertools.product(optimizers, ('separate', 'stacked')):
     first = None
     for layers in layer_counts:
-      parameters = jax.eval_shape(lambda layers=layers: measure.transformer_matrices(width, layers))
-      parameters = parameters if leaves == 'separate' else stacked(parameters)
+      parameters = layers_of(width, layers, leaves)
       state = jax.eval_shape(optimizers[name].init, parameters)
       jax.clear_caches()
       compiled = measure.compile_timed(optimizers[name].update, parameters, state, parameters)
@@ -129,15 +127,8 @@ def main() -> None:
     measure.print_table('bench_scaling time', columns, rows, settings=settings, json_file=arguments.json)
   if 'program' in arguments.tables:
     print(f'\nPrograms, layers of width {arguments.width}\n')
-    columns = {
-      'optimizer': '',
-      'leaves': '',
-      'layers': 'd',
-      'trace + lower s': '.2f',
-      'compile s': '.2f',
-      'both of the first': '.2f',
-    }
-    columns |= {'products': 'd', 'factorizations': 'd', 'loops': 'd'}
+    columns = {'optimizer': '', 'leaves': '', 'layers': 'd', 'trace + lower s': '.2f', 'compile s': '.2f'}
+    columns |= {'both of the first': '.2f', 'products': 'd', 'factorizations': 'd', 'loops': 'd'}
     rows = program_rows(arguments.width, arguments.layers)
     settings = {'width': arguments.width}
     measure.print_table('bench_scaling program', columns, rows, settings=settings, json_file=arguments.json)

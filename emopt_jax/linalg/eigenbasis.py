@@ -44,8 +44,8 @@ Arrange = Callable[[Eigenbasis], tuple[Eigenbasis, jax.Array]]
 def qr_refresh(factor: Float[Array, '*batch n n'], eigenbasis: Eigenbasis) -> Eigenbasis:
   """Takes one step of orthogonal iteration: Q <- QR(A Q), w = diag(Q^T A Q).
 
-  R has a positive diagonal, so that Q moves continuously with A. `orthonormal_columns` finds Q, by Cholesky but where
-  Q is still far from an eigenbasis.
+  R has a positive diagonal, so that Q moves continuously with A. `orthonormal_columns` finds Q, by Cholesky except
+  where Q is still far from an eigenbasis.
 
   Args:
     factor: Symmetric positive semi-definite A `[*batch, n, n]`. A zero factor keeps the basis.

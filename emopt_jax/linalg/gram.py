@@ -113,11 +113,11 @@ def restarted_steps(
     x, matrix, rows, form_gram, dtype: As in `plain_steps`.
     lengths: Numbers of steps, which sum to the number of rows.
   """
-  count, *others = lengths
+  count, others = lengths[0], lengths[1:]
 
   def every_step() -> jax.Array:
     y = gram_steps(x, matrix, rows[:count], dtype)
-    return restarted_steps(y, form_gram(y), rows[count:], tuple(others), form_gram, dtype) if others else y
+    return restarted_steps(y, form_gram(y), rows[count:], others, form_gram, dtype) if others else y
 
   reach = _reach(rows, float(jnp.finfo(matrix.dtype).eps))
   if not reach or math.prod(x.shape[:-2]) != 1:

@@ -17,7 +17,8 @@ def replace_where(
 ) -> Result:
   """Returns `function(*operands)` of the matrices that need it, and `otherwise` of the rest.
 
-  A loop of as many rounds as there are such matrices, so that none costs nothing; for a single matrix a branch.
+  A loop of as many rounds as there are such matrices, so that none costs nothing; for a single matrix a branch. Under
+  `jax.vmap` the loop goes on as long as any of the mapped batches needs it.
 
   Args:
     needed: Which matrices.
