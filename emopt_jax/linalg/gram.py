@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from emopt_jax.linalg.coefficients import Coefficients
-from emopt_jax.linalg.products import product, symmetric_product, symmetric_share
+from emopt_jax.linalg.products import frobenius_norm, product, symmetric_product, symmetric_share
 
 
 def row_scale(matrix: Float[Array, '*batch m m'], coefficients: Coefficients) -> jax.Array:
@@ -122,8 +122,8 @@ def restarted_steps(
   reach = _reach(rows, float(jnp.finfo(matrix.dtype).eps))
   if not reach or math.prod(x.shape[:-2]) != 1:
     return every_step()
-  distance = jnp.linalg.norm(matrix - jnp.eye(matrix.shape[-1], dtype=matrix.dtype))
-  return lax.cond(distance < reach, lambda: plain_steps(x, matrix, rows[:1], form_gram, dtype), every_step)
+  distance = frobenius_norm(matrix - jnp.eye(matrix.shape[-1], dtype=matrix.dtype))
+  return lax.cond(jnp.all(distance < reach), lambda: plain_steps(x, matrix, rows[:1], form_gram, dtype), every_step)
 
 
 def _reach(rows: np.ndarray, eps: float) -> float:
