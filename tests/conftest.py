@@ -1,5 +1,6 @@
 """Settings that must be in place before JAX starts."""
 
+import importlib.metadata
 import os
 import tempfile
 
@@ -7,6 +8,9 @@ import tempfile
 # elementwise code is not optimized (products and factorizations come from libraries all the same), and a program that
 # one test worker has compiled is not compiled by another.
 _FLAGS = '--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0'
+if importlib.metadata.version('jaxlib').startswith('0.10.'):
+  # The older emitters of elementwise code compile twice as fast. Later jaxlib has the newer ones only.
+  _FLAGS += ' --xla_cpu_use_fusion_emitters=false'
 os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_FLAGS}'
 if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:  # set by the first worker's parent
   _PROGRAMS = tempfile.TemporaryDirectory(prefix='emopt_jax_programs')

@@ -1,6 +1,5 @@
 """Runs every small example as a user would, and checks what it prints."""
 
-import os
 import pathlib
 import re
 import subprocess
@@ -8,18 +7,14 @@ import sys
 
 import pytest
 
+from tests import one_device
+
 EXAMPLES = pathlib.Path(__file__).parents[2] / 'examples'
 
 
 def run(name):
-  environment = {key: value for key, value in os.environ.items() if key != 'XLA_FLAGS'}  # one device, as a user has
-  result = subprocess.run(
-    [sys.executable, EXAMPLES / name],
-    capture_output=True,
-    text=True,
-    env={**environment, 'JAX_PLATFORMS': 'cpu'},
-    timeout=300,
-  )
+  command = [sys.executable, EXAMPLES / name]
+  result = subprocess.run(command, env=one_device.environment(), capture_output=True, text=True, timeout=300)
   assert result.returncode == 0, result.stderr
   assert 'Warning' not in result.stderr, result.stderr
   return result.stdout
