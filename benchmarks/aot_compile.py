@@ -20,7 +20,7 @@ os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 os.environ |= {'TPU_SKIP_MDS_QUERY': '1', 'TPU_WORKER_HOSTNAMES': 'localhost', 'TPU_WORKER_ID': '0'}
 os.environ.setdefault('TPU_ACCELERATOR_TYPE', 'v5litepod-16')
 
-import hlo
+import communication
 import jax
 import jax.numpy as jnp
 import jaxlib
@@ -171,11 +171,11 @@ def phase(scope: str) -> str:
   return 'backward' if 'transpose(' in scope else 'forward'
 
 
-def table(found: list[hlo.Collective]) -> str:
+def table(found: list[communication.Collective]) -> str:
   """Returns the collectives by phase, kind and whether they are in a loop."""
   lines = ['| phase | collective | count | runs a step | MiB sent | asynchronous | over products | of | MiB of these |']
   lines.append('| --- | --- | ---: | ---: | ---: | ---: | ---: | --- | ---: |')
-  groups: dict[tuple[str, str, bool], list[hlo.Collective]] = {}
+  groups: dict[tuple[str, str, bool], list[communication.Collective]] = {}
   for one in found:
     groups.setdefault((phase(one.scope), one.kind, bool(one.loops)), []).append(one)
   for (name, kind, in_loop), group in groups.items():
@@ -187,7 +187,7 @@ def table(found: list[hlo.Collective]) -> str:
   return '\n'.join(lines)
 
 
-def mebibytes(group: list[hlo.Collective]) -> str:
+def mebibytes(group: list[communication.Collective]) -> str:
   return f'{sum(one.sent for one in group) / 2**20:.1f}'
 
 
@@ -219,7 +219,7 @@ def main() -> None:
 
 
 def report(title: str, plan: distributed.Plan, compiled, seconds: float) -> None:
-  found = hlo.collectives(compiled.as_text())
+  found = communication.collectives(compiled.as_text())
   memory = compiled.memory_analysis()
   inside = [one for one in found if any(phase(loop) == OPTIMIZER for loop in one.loops)]
   parts = [' + '.join(f'{one.name} {min(one.counts)}-{max(one.counts)}' for one in b.classes) for b in plan.bundles]

@@ -1,9 +1,9 @@
-"""Collectives of a compiled program, as `benchmarks/hlo.py` reads them."""
+"""Collectives of a compiled program, as `benchmarks/communication.py` reads them."""
 
 import collections
 
-from hlo import KINDS, Collective
-from hlo import collectives as collectives_of_text
+from communication import KINDS, Collective
+from communication import collectives as collectives_of_text
 
 
 def collectives(compiled) -> list[Collective]:

@@ -1,7 +1,8 @@
-"""What `benchmarks/hlo.py` reads from programs: pieces of compiled ones, for GPUs and for TPUs, cut down."""
+"""What `benchmarks/communication.py` reads from programs: pieces of compiled ones, for GPUs and for TPUs, cut down."""
 
 import doctest
 
+import communication
 import hlo
 import pytest
 
@@ -99,7 +100,7 @@ ENTRY %main (a: f32[16,8]) -> f32[4,8] {
 
 
 def test_gpu():
-  scatter, gather, reduce = hlo.collectives(GPU)
+  scatter, gather, reduce = communication.collectives(GPU)
   assert (scatter.kind, scatter.runs, scatter.sent, scatter.asynchronous) == ('reduce-scatter', 1, 256 * 7 / 8, True)
   assert scatter.products == ('step/transpose(jvp())/dot_general', 'step/optimizer/while')
   # Nothing but a bitcast stands between its start and its end; the loop runs three times.
@@ -111,12 +112,12 @@ def test_gpu():
 
 
 def test_sync_start_overlaps_nothing():
-  (scatter, *_) = hlo.collectives(GPU.replace('"is_sync":false', '"is_sync":true'))
+  (scatter, *_) = communication.collectives(GPU.replace('"is_sync":false', '"is_sync":true'))
   assert not scatter.asynchronous and scatter.products == ()
 
 
 def test_tpu_chain_of_fusions_is_one_collective():
-  gather, scatter = hlo.collectives(TPU)
+  gather, scatter = communication.collectives(TPU)
   assert (gather.kind, gather.runs, gather.sent, gather.asynchronous) == ('all-gather', 32, 32 * 64 * 3, True)
   assert gather.products == ('step/jvp()/dot',) and gather.loops == ('step/jvp()/all_gather',)
   assert (scatter.kind, scatter.sent, scatter.asynchronous) == ('reduce-scatter', 512 * 3 / 4, False)
@@ -125,8 +126,9 @@ def test_tpu_chain_of_fusions_is_one_collective():
 
 def test_unknown_groups_raise():
   with pytest.raises(ValueError, match='replica groups'):
-    hlo.collectives(GPU.replace('replica_groups={{0,1},{2,3}}', 'replica_groups={}'))
+    communication.collectives(GPU.replace('replica_groups={{0,1},{2,3}}', 'replica_groups={}'))
 
 
 def test_examples():
-  assert doctest.testmod(hlo) == (0, 2)
+  assert doctest.testmod(hlo) == (0, 1)
+  assert doctest.testmod(communication) == (0, 1)
