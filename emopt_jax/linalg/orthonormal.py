@@ -42,9 +42,10 @@ def orthonormal_columns(x: Float[Array, '*batch n n']) -> Float[Array, '*batch n
   lower = cholesky(symmetric_product(unit, unit))
   # Not-a-number, from columns that depend on each other, compares as false.
   independent = jnp.all(jnp.diagonal(lower, axis1=-2, axis2=-1) >= _SHORTEST_REST, axis=-1)
-  return replace_where(~independent, _by_reflections, x, otherwise=transpose(solve_triangular(lower, unit)))
+  # The rows, too, for the branch: it would otherwise keep a transposed copy that is hardly ever read.
+  return replace_where(~independent, _by_reflections, rows, otherwise=transpose(solve_triangular(lower, unit)))
 
 
-def _by_reflections(x: jax.Array) -> jax.Array:
-  q, r = qr(x)
+def _by_reflections(rows: jax.Array) -> jax.Array:
+  q, r = qr(transpose(rows))
   return q * jnp.where(jnp.diagonal(r, axis1=-2, axis2=-1) < 0, -1, 1).astype(q.dtype)[..., None, :]
