@@ -29,7 +29,7 @@ bench:
 	OPENBLAS_NUM_THREADS=1 $(BENCH_VENV)/bin/python benchmarks/bench_newton_schulz.py --json runs/bench/results.jsonl > runs/bench/newton_schulz.md
 	OPENBLAS_NUM_THREADS=1 $(BENCH_VENV)/bin/python benchmarks/bench_refresh.py --json runs/bench/results.jsonl > runs/bench/refresh.md
 	OPENBLAS_NUM_THREADS=1 $(BENCH_VENV)/bin/python benchmarks/bench_step.py --width 256 --json runs/bench/results.jsonl > runs/bench/step_256.md
-	OPENBLAS_NUM_THREADS=1 $(BENCH_VENV)/bin/python benchmarks/bench_step.py --width 512 --json runs/bench/results.jsonl > runs/bench/step_512.md
+	OPENBLAS_NUM_THREADS=1 $(BENCH_VENV)/bin/python benchmarks/bench_step.py --width 512 --rounds 5 --json runs/bench/results.jsonl > runs/bench/step_512.md
 	OPENBLAS_NUM_THREADS=1 $(BENCH_VENV)/bin/python benchmarks/bench_scaling.py --json runs/bench/results.jsonl > runs/bench/scaling.md
 	OPENBLAS_NUM_THREADS=1 $(BENCH_VENV)/bin/python benchmarks/plots.py
 
