@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from tests import one_device
+from tests.environment import with_devices
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / 'examples'
 SAVE_EVERY = 10
@@ -26,7 +26,7 @@ def example(out, *options):
 def run_alone(out, steps):
   """Returns what a run of one process prints."""
   command = example(out, '--steps', str(steps))
-  result = subprocess.run(command, env=one_device.environment(), capture_output=True, text=True, timeout=120)
+  result = subprocess.run(command, env=with_devices(1), capture_output=True, text=True, timeout=120)
   assert result.returncode == 0, result.stderr
   return result.stdout
 
@@ -34,9 +34,7 @@ def run_alone(out, steps):
 def launch(command, *options):
   """Starts local processes; the launcher ends in any case, and all of them with it."""
   launcher = [sys.executable, EXAMPLES / 'launch' / 'local.py', '--timeout', '120', *options, '--', *command]
-  return subprocess.Popen(
-    launcher, env=one_device.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-  )
+  return subprocess.Popen(launcher, env=with_devices(1), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def end(launcher, groups):

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import emopt_jax
 from emopt_jax import distributed
 from tests.distributed import hlo, problems
+from tests.environment import with_devices
 
 
 @pytest.mark.parametrize('kind', ['Auto', 'Explicit'])
@@ -180,10 +180,9 @@ print(json.dumps(found))
 
 
 def test_memory_does_not_grow_with_the_number_of_ranks():
-  environment = os.environ | {'XLA_FLAGS': '--xla_force_host_platform_device_count=512'}
   root = pathlib.Path(__file__).parents[2]
   done = subprocess.run(
-    [sys.executable, '-c', MANY_RANKS], env=environment, cwd=root, capture_output=True, text=True, timeout=300
+    [sys.executable, '-c', MANY_RANKS], env=with_devices(512), cwd=root, capture_output=True, text=True, timeout=300
   )
   assert done.returncode == 0, done.stderr
   (few, few_state), (many, many_state) = json.loads(done.stdout).values()

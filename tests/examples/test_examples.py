@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from tests import one_device
+from tests.environment import with_devices
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / 'examples'
 
 
 def run(name):
   command = [sys.executable, EXAMPLES / name]
-  result = subprocess.run(command, env=one_device.environment(), capture_output=True, text=True, timeout=300)
+  result = subprocess.run(command, env=with_devices(1), capture_output=True, text=True, timeout=300)
   assert result.returncode == 0, result.stderr
   assert 'Warning' not in result.stderr, result.stderr
   return result.stdout
