@@ -7,7 +7,7 @@ matrix by matrix (a refresh, a root) takes either as it is; what multiplies or a
 import jax
 from jaxtyping import Array, Float
 
-from emopt_jax.linalg.products import product, symmetric_product, transpose
+from emopt_jax.linalg.products import product, rows_by_rows, symmetric_product, transpose
 
 
 def number_of_blocks(size: int, block_size: int | None) -> int | None:
@@ -51,6 +51,18 @@ def multiply_right(x: Float[Array, '*batch m n'], q: jax.Array) -> Float[Array, 
   if q.ndim == x.ndim:
     return product(x, q)
   return transpose(multiply_left(transpose(q), transpose(x)))
+
+
+def multiply_right_transposed(x: Float[Array, '*batch m n'], q: jax.Array) -> Float[Array, '*batch m n']:
+  """Returns X Q^T; Q as in `multiply_left`.
+
+  Args:
+    x: The matrix.
+    q: Full, or the diagonal blocks.
+  """
+  if q.ndim == x.ndim:
+    return rows_by_rows(x, q)
+  return transpose(multiply_left(q, transpose(x)))
 
 
 def outer_product(x: Float[Array, '*batch m n'], like: jax.Array) -> jax.Array:

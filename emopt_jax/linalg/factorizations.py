@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from emopt_jax.linalg.products import transpose
+
 # More would only lengthen the program.
 _SIDE_BY_SIDE = min(os.cpu_count() or 1, 8)
 
@@ -40,7 +42,13 @@ def cholesky(x: Float[Array, '*batch n n']) -> jax.Array:
 
 def solve_triangular(lower: Float[Array, '*batch m m'], x: Float[Array, '*batch m n']) -> jax.Array:
   """Returns L^-1 X, as `lax.linalg.triangular_solve` does."""
-  return _of_stack(lambda lower, x: lax.linalg.triangular_solve(lower, x, left_side=True, lower=True), lower, x)
+  # BLAS keeps matrices by columns and XLA by rows: the transposed problem is the one that takes and leaves no copy.
+  return _of_stack(lambda lower, x: transpose(_solve_transposed(lower, transpose(x))), lower, x)
+
+
+def _solve_transposed(lower: jax.Array, x: jax.Array) -> jax.Array:
+  """Returns X L^-T."""
+  return lax.linalg.triangular_solve(lower, x, left_side=False, lower=True, transpose_a=True)
 
 
 def _of_stack(function: Callable[..., Any], *arrays: jax.Array) -> Any:

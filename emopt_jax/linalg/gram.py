@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from emopt_jax.linalg.coefficients import Coefficients
-from emopt_jax.linalg.products import frobenius_norm, product, symmetric_product, symmetric_share
+from emopt_jax.linalg.products import frobenius_norm, product, symmetric_product, symmetric_share, trace
 
 
 def row_scale(matrix: Float[Array, '*batch m m'], coefficients: Coefficients) -> jax.Array:
@@ -30,7 +30,7 @@ def row_scale(matrix: Float[Array, '*batch m m'], coefficients: Coefficients) ->
   if coefficients.rescales_rows:
     factor, squared = 0.8, jnp.sum(jnp.abs(matrix), axis=-1, keepdims=True)
   else:
-    factor, squared = 1.0, jnp.trace(matrix, axis1=-2, axis2=-1)[..., None, None]
+    factor, squared = 1.0, trace(matrix)
   return factor * lax.rsqrt(jnp.where(squared > 0, squared, 1))
 
 

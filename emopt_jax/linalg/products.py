@@ -22,6 +22,23 @@ def product(
   return jnp.matmul(a.astype(dtype), b.astype(dtype), preferred_element_type=a.dtype)
 
 
+def rows_by_rows(
+  a: Float[Array, '*batch m k'], b: Float[Array, '*batch n k'], dtype: DTypeLike | None = None
+) -> Float[Array, '*batch m n']:
+  """Returns A B^T, which costs what A B does; on CPUs XLA would store the transpose for `product`.
+
+  Args:
+    a, b, dtype: As for `product`.
+  """
+  precision = jax.lax.Precision.HIGHEST if dtype is None else None
+  return jnp.einsum(
+    '...mk,...nk->...mn',
+    *(x if dtype is None else x.astype(dtype) for x in (a, b)),
+    precision=precision,
+    preferred_element_type=a.dtype,
+  )
+
+
 def symmetric_product(
   a: Float[Array, '*batch m k'], b: Float[Array, '*batch m k'], dtype: DTypeLike | None = None
 ) -> Float[Array, '*batch m m']:
@@ -51,29 +68,23 @@ def _levels(m: int) -> int:
 
 def _by_blocks(a: jax.Array, b: jax.Array, dtype: DTypeLike | None, levels: int) -> jax.Array:
   if levels == 0:
-    return _rows_by_rows(a, b, dtype)
+    return rows_by_rows(a, b, dtype)
   half = a.shape[-2] // 2
   upper_left = _by_blocks(a[..., :half, :], b[..., :half, :], dtype, levels - 1)
-  upper_right = _rows_by_rows(a[..., :half, :], b[..., half:, :], dtype)
+  upper_right = rows_by_rows(a[..., :half, :], b[..., half:, :], dtype)
   lower_right = _by_blocks(a[..., half:, :], b[..., half:, :], dtype, levels - 1)
   upper = jnp.concatenate([upper_left, upper_right], axis=-1)
   return jnp.concatenate([upper, jnp.concatenate([transpose(upper_right), lower_right], axis=-1)], axis=-2)
 
 
-def _rows_by_rows(a: jax.Array, b: jax.Array, dtype: DTypeLike | None) -> jax.Array:
-  """Returns A B^T; XLA has no fast kernel on CPUs for bfloat16 if B is transposed before the product."""
-  precision = jax.lax.Precision.HIGHEST if dtype is None else None
-  return jnp.einsum(
-    '...mk,...nk->...mn',
-    *(x if dtype is None else x.astype(dtype) for x in (a, b)),
-    precision=precision,
-    preferred_element_type=a.dtype,
-  )
-
-
 def transpose(x: Float[Array, '*batch m n']) -> Float[Array, '*batch n m']:
   """Returns each matrix transposed."""
   return jnp.swapaxes(x, -1, -2)
+
+
+def trace(x: Float[Array, '*batch n n']) -> Float[Array, '*batch 1 1']:
+  """Returns the sum of each diagonal, reading only that: `jnp.trace` masks the whole matrix."""
+  return jnp.sum(jnp.diagonal(x, axis1=-2, axis2=-1), axis=-1)[..., None, None]
 
 
 def largest_magnitude(x: Float[Array, '*batch m n']) -> Float[Array, '*batch 1 1']:

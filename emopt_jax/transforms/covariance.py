@@ -12,7 +12,7 @@ from emopt_jax.batching import map_by_shape
 from emopt_jax.linalg.blocks import number_of_blocks, per_matrix
 from emopt_jax.linalg.eigenbasis import Eigenbases, Eigenbasis, eigh_refresh
 from emopt_jax.linalg.factors import Factors, kl_update, kronecker_update
-from emopt_jax.linalg.products import all_finite
+from emopt_jax.linalg.products import all_finite, trace
 from emopt_jax.matrices import Axes, single_matrices, stack_shapes, to_stacks
 from emopt_jax.transforms.covariance_start import Start, frobenius_start, rms_start, started
 from emopt_jax.transforms.hyperparameters import check_at_least_one, check_decay
@@ -169,7 +169,7 @@ def _covariance(advance, decay: Decay, *, start: Start, sizes: tuple[int, int | 
       new = advance(old, clean, before.bases, current_decay.astype(clean.dtype))
       # A gradient can be finite and its square not; a factor that was broken before is not its fault.
       for old_factor, new_factor in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
-        finite &= all_finite(new_factor) | ~all_finite(old_factor)
+        finite &= _is_finite(new_factor) | ~_is_finite(old_factor)
       taken = finite & jnp.any(clean != 0, axis=(1, 2))
       factors = jax.tree.map(lambda x, y: jnp.where(per_matrix(taken, x), x, y), new, before.factors)
       return factors, before.skipped + ~finite
@@ -179,6 +179,11 @@ def _covariance(advance, decay: Decay, *, start: Start, sizes: tuple[int, int | 
     return updates, CovarianceState(count, keyed_by_path(factors), keyed_by_path(skipped))
 
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_finite(factor: jax.Array) -> jax.Array:
+  """Returns whether each factor is finite, from its diagonal, which no other entry of G G^T exceeds but by rounding."""
+  return all_finite(2 * jnp.diagonal(factor, axis1=-2, axis2=-1))
 
 
 class _Entry(NamedTuple):
@@ -212,11 +217,11 @@ def _current_values(factor: jax.Array, basis: Eigenbasis) -> jax.Array:
   Right after a refresh the power is 2^0. Before the first refresh the eigenvalues are zero and the factor is a multiple
   of the identity, whose eigenvalues its trace gives.
   """
-  trace = jnp.trace(factor, axis1=-2, axis2=-1)[..., None]
-  total = jnp.sum(basis.values, axis=-1, keepdims=True)
-  known = (total > 0) & (trace > 0)
-  exponent = jnp.round(jnp.log2(jnp.where(known, trace, 1)) - jnp.log2(jnp.where(known, total, 1)))
-  return jnp.where(known, basis.values * jnp.exp2(exponent), trace / factor.shape[-1])
+  new = trace(factor)[..., 0]
+  old = jnp.sum(basis.values, axis=-1, keepdims=True)
+  known = (old > 0) & (new > 0)
+  exponent = jnp.round(jnp.log2(jnp.where(known, new, 1)) - jnp.log2(jnp.where(known, old, 1)))
+  return jnp.where(known, basis.values * jnp.exp2(exponent), new / factor.shape[-1])
 
 
 def _balanced(factors: Factors) -> Factors:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from emopt_jax.linalg.blocks import per_matrix
 from emopt_jax.linalg.factors import Factors
-from emopt_jax.linalg.products import frobenius_norm, root_mean_square
+from emopt_jax.linalg.products import frobenius_norm, root_mean_square, trace
 
 Start = Callable[[jax.Array, Factors], tuple[jax.Array, jax.Array]]
 
@@ -38,7 +38,7 @@ def started(factors: Factors, gradient: jax.Array, start: Start) -> Factors:
   def identity_of(factor: jax.Array | None, multiple: jax.Array) -> jax.Array | None:
     if factor is None:
       return None
-    untouched = jnp.trace(factor, axis1=-2, axis2=-1)[..., None, None] == 0
+    untouched = trace(factor) == 0
     identity = jnp.eye(factor.shape[-1], dtype=factor.dtype)
     return jnp.where(untouched, per_matrix(multiple[:, 0, 0], factor) * identity, factor)
 

@@ -22,6 +22,7 @@ from emopt_jax.linalg.eigenbasis import (
   rotate_back,
   select,
   sort_by_magnitude,
+  take_columns,
 )
 from emopt_jax.linalg.factors import Factors
 from emopt_jax.linalg.products import all_finite
@@ -220,7 +221,7 @@ def _permute(moment: jax.Array, rows: jax.Array | None, columns: jax.Array | Non
   if rows is not None:
     moment = jnp.take_along_axis(moment, _of_side(rows)[:, :, None], axis=1)
   if columns is not None:
-    moment = jnp.take_along_axis(moment, _of_side(columns)[:, None, :], axis=2)
+    moment = take_columns(moment, _of_side(columns))
   return moment
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from emopt_jax import Eigenbases, Eigenbasis, eigh_at_start, eigh_refresh, qr_refresh
+from emopt_jax.linalg import eigenbasis
 from emopt_jax.linalg.eigenbasis import rotate, rotate_back, select, sort_descending
 from tests import references
 from tests.references import oracles
@@ -43,6 +44,37 @@ def test_qr_against_oracle():
   q, w = oracles.orthogonal_iteration(a.astype(np.float64), orthogonal(5, 1))
   # Float32 QR of a matrix of condition 20.
   chex.assert_trees_all_close(new, Eigenbasis(q, w), atol=1e-4)
+
+
+@pytest.fixture
+def broken_reflections(monkeypatch):
+  monkeypatch.setattr(
+    eigenbasis, '_by_reflections', lambda rows, *_: Eigenbasis(jnp.nan * rows, jnp.nan * rows[..., 0])
+  )
+
+
+@pytest.mark.parametrize('n', [300, 1024])
+def test_qr_in_blocks_of_rows_against_oracle(n, broken_reflections):
+  """An eigenbasis of a spectrum from 1 to 0.01, and a factor that has moved on by a twentieth."""
+  old, other = orthogonal(n, 1), orthogonal(n, 2)
+  values = np.geomspace(1, 1e-2, n)
+  a = 0.95 * (old * values) @ old.T + 0.05 * (other * values) @ other.T
+  a = np.float32(a + a.T) / 2
+  # A new function, which is traced anew without reflections.
+  new = jax.jit(lambda a, basis: qr_refresh(a, basis))(a, Eigenbasis(jnp.asarray(old, jnp.float32), jnp.ones(n)))
+  q, w = oracles.orthogonal_iteration(np.float64(a), old)
+  # LAPACK's QR in float32 is 3e-7 off, and sums of n numbers a few times eps.
+  chex.assert_trees_all_close(new, Eigenbasis(q, w), rtol=0, atol=1e-6)
+
+
+def test_only_what_needs_reflections_gets_them(broken_reflections):
+  """The basis of the second matrix of the stack is far from an eigenbasis."""
+  a = factor(np.geomspace(1, 1e-3, 8))
+  near = orthogonal(8)
+  basis = Eigenbasis(jnp.asarray(np.stack([near, orthogonal(8, 5), near]), jnp.float32), jnp.ones((3, 8)))
+  new = jax.jit(lambda a, basis: qr_refresh(a, basis))(jnp.stack([a, a, 2 * a]), basis)
+  assert np.isnan(new.vectors).all(axis=(-2, -1)).tolist() == [False, True, False]
+  assert np.isnan(new.values).all(axis=-1).tolist() == [False, True, False]
 
 
 def test_qr_iteration_converges_to_the_eigenbasis():
