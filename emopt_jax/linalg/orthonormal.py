@@ -57,13 +57,14 @@ def lq_by_cholesky(x: Float[Array, '*batch n n']) -> LQ:
   lower, rows, shortest = [], [], []
   for start, end in itertools.pairwise(_edges(x.shape[-1])):
     block, rest = rest[..., : end - start, :], rest[..., end - start :, :]
-    diagonal_block = cholesky(symmetric_product(block, block))
-    q = solve_triangular(diagonal_block, block)
-    below = rows_by_rows(rest, q)
-    rest = rest - product(below, q)
-    lower.append(jnp.concatenate([diagonal_block, below], axis=-2) * lengths[..., start:, :])
-    rows.append(q)
-    shortest.append(jnp.min(jnp.diagonal(diagonal_block, axis1=-2, axis2=-1), axis=-1))
+    column = cholesky(symmetric_product(block, block))
+    shortest.append(jnp.min(jnp.diagonal(column, axis1=-2, axis2=-1), axis=-1))
+    rows.append(solve_triangular(column, block))
+    if rest.shape[-2] > 0:
+      below = rows_by_rows(rest, rows[-1])
+      rest = rest - product(below, rows[-1])
+      column = jnp.concatenate([column, below], axis=-2)
+    lower.append(column * lengths[..., start:, :])
   # Not-a-number, from rows that depend on each other, compares as false.
   return LQ(lower, rows, jnp.all(jnp.stack(shortest) >= _SHORTEST_REST, axis=0))
 
