@@ -25,7 +25,7 @@ def product(
 def rows_by_rows(
   a: Float[Array, '*batch m k'], b: Float[Array, '*batch n k'], dtype: DTypeLike | None = None
 ) -> Float[Array, '*batch m n']:
-  """Returns A B^T, which costs what A B does; on CPUs XLA would store the transpose for `product`.
+  """Returns A B^T, at the cost of A B: of `product(a, transpose(b))` XLA on CPUs would store the transpose.
 
   Args:
     a, b, dtype: As for `product`.

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from emopt_jax.linalg.factorizations import eigh
-from emopt_jax.linalg.products import largest_magnitude, product, transpose
+from emopt_jax.linalg.products import largest_magnitude, rows_by_rows
 
 
 def matrix_power(
@@ -35,4 +35,4 @@ def matrix_power(
   floored = jnp.maximum(values, floor * largest)
   # scale^p apart from the eigenvalues' power: the factor of gradients near 1e-15 has eigenvalues near 1e-30.
   powers = jnp.where(largest > 0, floored**exponent, 0) * scale[..., 0] ** exponent
-  return product(vectors * powers[..., None, :], transpose(vectors))
+  return rows_by_rows(vectors * powers[..., None, :], vectors)
