@@ -60,9 +60,7 @@ def multiply_right_transposed(x: Float[Array, '*batch m n'], q: jax.Array) -> Fl
     x: The matrix.
     q: Full, or the diagonal blocks.
   """
-  if q.ndim == x.ndim:
-    return rows_by_rows(x, q)
-  return transpose(multiply_left(q, transpose(x)))
+  return rows_by_rows(x, q) if q.ndim == x.ndim else multiply_right(x, transpose(q))
 
 
 def outer_product(x: Float[Array, '*batch m n'], like: jax.Array) -> jax.Array:

@@ -80,17 +80,22 @@ def _values(factors: LQ, old_rows: jax.Array) -> jax.Array:
 
   Of Q^T Z^T that takes the lower triangle only: five eighths of a product for four blocks of rows.
   """
-  values, start = [], 0
-  for lower, rows in zip(factors.lower, factors.rows, strict=True):
-    values.append(jnp.sum(transpose(lower) * rows_by_rows(rows, old_rows[..., start:, :]), axis=-1))
-    start += rows.shape[-2]
+  values = [
+    jnp.sum(transpose(lower) * rows_by_rows(rows, old_rows[..., -lower.shape[-2] :, :]), axis=-1)
+    for lower, rows in zip(factors.lower, factors.rows, strict=True)
+  ]
   return jnp.concatenate(values, axis=-1)
 
 
 def _by_reflections(rows: jax.Array, normalized: jax.Array, old: jax.Array) -> Eigenbasis:
   zero = jnp.all(rows == 0, axis=(-2, -1), keepdims=True)
   q = jnp.where(zero, old, transpose(q_by_reflections(rows)))
-  return Eigenbasis(q, jnp.sum(q * product(normalized, q), axis=-2))
+  return Eigenbasis(q, rayleigh_quotients(normalized, q))
+
+
+def rayleigh_quotients(factor: Float[Array, '*batch n n'], vectors: Float[Array, '*batch n n']) -> jax.Array:
+  """Returns diag(Q^T A Q)."""
+  return jnp.sum(vectors * product(factor, vectors), axis=-2)
 
 
 def eigh_refresh(factor: Float[Array, '*batch n n'], eigenbasis: Eigenbasis) -> Eigenbasis:

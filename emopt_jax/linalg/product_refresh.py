@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from emopt_jax.linalg.eigenbasis import Eigenbasis, qr_refresh
+from emopt_jax.linalg.eigenbasis import Eigenbasis, qr_refresh, rayleigh_quotients
 from emopt_jax.linalg.products import frobenius_norm, largest_magnitude, product, transpose
 from emopt_jax.linalg.replace_where import replace_where
 
@@ -62,7 +62,7 @@ def jacobi_refresh(factor: Float[Array, '*batch n n'], eigenbasis: Eigenbasis) -
   vectors = _newton_schulz_step(product(eigenbasis.vectors, _rotation(_turns(rotated))))
   zero = jnp.all(factor == 0, axis=(-2, -1), keepdims=True)
   vectors = jnp.where(zero, eigenbasis.vectors, vectors)
-  values = jnp.sum(vectors * product(normalized, vectors), axis=-2) * scale[..., 0]
+  values = rayleigh_quotients(normalized, vectors) * scale[..., 0]
   turned = Eigenbasis(vectors, values)
   # Not-a-number compares as false: a broken matrix does not send its neighbours to QR.
   far = off_diagonal_share(rotated) > _FALLBACK_ABOVE
