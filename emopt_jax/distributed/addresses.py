@@ -1,13 +1,15 @@
 """Where each matrix of a leaf lies in the stacked state of its class."""
 
+import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from emopt_jax.distributed.bundles import Bundle, MatrixClass
-from emopt_jax.distributed.parcels import Leaf, matrix_name, sharding_axes
+from emopt_jax.distributed.parcels import MATRIX, Leaf, sharding_axes
 from emopt_jax.distributed.plan import Plan
+from emopt_jax.matrices import leaf_path
 
 MEND = 'give the plan, the parameters and the optimizer that the state was made with'
 
@@ -17,14 +19,14 @@ class Block(NamedTuple):
 
   Attributes:
     class_name: Class of the parcels.
-    matrix: Name of the matrix in a parcel.
+    matrix: Number of the matrix in a parcel.
     rows: Row of the class's state for each matrix, in the order of the leaf's batch.
     stack: Key of the stack that `to_stacks` puts the matrices in.
     start: Where they start in that stack.
   """
 
   class_name: str
-  matrix: str
+  matrix: int
   rows: np.ndarray
   stack: str
   start: int
@@ -43,7 +45,7 @@ def blocks_of(plan: Plan, path: str) -> list[Block]:
       size = sizes[len(blocks)]
       number = distinct.index(size)
       stack = path if number == 0 else f'{path}:{number}'
-      blocks.append(Block(one.name, matrix_name(index), rows, stack, seen[size]))
+      blocks.append(Block(one.name, index, rows, stack, seen[size]))
       seen[size] += len(rows)
   return blocks
 
@@ -55,36 +57,45 @@ class Counterpart(NamedTuple):
     parameter: Path of the parameter.
     path: Path of the leaf of the undistributed state.
     block: Where its matrices are.
-    whole: Whether the leaf has the parameter's shape; else it is a stack `[batch, ...]`.
+    by_axes: Whether the leaf is laid out as the parameter; else it is a stack `[batch, ...]`.
   """
 
   parameter: str
   path: str
   block: Block
-  whole: bool
+  by_axes: bool
 
 
-def counterparts_of(plan: Plan, class_name: str, unit_path: str, unit_shape, shapes: dict) -> list[Counterpart]:
-  """Returns the counterparts of a leaf of a class's state; none for a leaf that belongs to no matrix, as a count."""
+def counterparts_of(plan: Plan, class_name: str, unit_keys: tuple[Any, ...], unit_shape) -> list[Counterpart]:
+  """Returns the counterparts of a leaf of a class's state; none for a leaf that belongs to no matrix, as a count.
+
+  Args:
+    plan: The plan.
+    class_name: The class.
+    unit_keys: Key path of the leaf in the state of one parcel.
+    unit_shape: Its shape there.
+
+  Raises:
+    ValueError: If the leaf is kept for each parameter in another shape than the matrix's, which no axes put back.
+  """
   one = next(one for one in plan.classes if one.name == class_name)
+  unit_path, names = leaf_path(unit_keys), [getattr(key, 'key', None) for key in unit_keys]
   found = []
   for parameter in dict.fromkeys(path for path, _ in one.members):
     for block in blocks_of(plan, parameter):
-      if block.class_name != class_name or f'/{block.matrix}/' not in f'/{unit_path}/':
+      # The keys tell a moment of the parameters' structure from a stack; by their shapes they can be the same.
+      unit, matrix = f'{MATRIX}/{block.matrix}', one.parcel.matrices[block.matrix]
+      by_axes = (MATRIX, str(block.matrix)) in itertools.pairwise(names)
+      if block.class_name != class_name or not (by_axes or unit in names):
         continue
-
-      def renamed(name: str, block=block) -> str:
-        return f'/{unit_path}/'.replace(f'/{block.matrix}/', f'/{name}/')[1:-1]
-
-      matrix = one.parcel.matrices[int(block.matrix.rsplit('_', 1)[1])]
-      whole = tuple(unit_shape) == matrix and shapes.get(renamed(parameter)) == plan.leaves[parameter].shape
-      path = renamed(parameter if whole else block.stack)
-      if path not in shapes:
+      path = f'/{unit_path}/'.replace(f'/{unit}/', f'/{parameter if by_axes else block.stack}/')[1:-1]
+      if by_axes and tuple(unit_shape) != matrix:
         raise ValueError(
-          f"leaf '{path}', of the parameter '{parameter}' of shape {plan.leaves[parameter].shape}, is not in the "
-          f'undistributed state; {MEND}'
+          f"leaf '{path}' of the state: {tuple(unit_shape)} for a matrix {matrix} of the parameter '{parameter}' of "
+          f'shape {plan.leaves[parameter].shape} is laid out neither as the parameter nor as a stack and cannot be put '
+          'back: keep it in one of these forms'
         )
-      found.append(Counterpart(parameter, path, block, whole))
+      found.append(Counterpart(parameter, path, block, by_axes))
   return found
 
 

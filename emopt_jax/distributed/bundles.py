@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from emopt_jax.distributed.dealing import deal
-from emopt_jax.distributed.parcels import AxisNames, Leaf, Parcel, matrix_name
+from emopt_jax.distributed.parcels import AxisNames, Leaf, Parcel, UnitTree, unit_tree
 
 Cost = Callable[[int, int], float]
 
@@ -73,9 +73,9 @@ class Bundle:
     return self.home + self.owners
 
 
-def unit_shapes(parcel: Parcel) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns the parameters of the optimizer that a parcel has of its own."""
-  return {matrix_name(i): jax.ShapeDtypeStruct(shape, parcel.dtype) for i, shape in enumerate(parcel.matrices)}
+def unit_shapes(parcel: Parcel) -> UnitTree:
+  """Returns the parameters of the optimizer that a parcel has of its own, as `ShapeDtypeStruct`s."""
+  return unit_tree([jax.ShapeDtypeStruct(shape, parcel.dtype) for shape in parcel.matrices])
 
 
 def make_bundles(

@@ -6,21 +6,19 @@ plan, or without a mesh at all.
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from emopt_jax.distributed.addresses import MEND, counterparts_of
+from emopt_jax.distributed.addresses import MEND, Counterpart, counterparts_of
 from emopt_jax.distributed.layerwise import LayerwiseState
+from emopt_jax.distributed.matrix_part import matrix_part
 from emopt_jax.distributed.plan import Plan
-from emopt_jax.distributed.state_specs import logical_specs, parameter_of, state_specs
+from emopt_jax.distributed.state_specs import logical_specs, state_specs
 from emopt_jax.matrices import from_stacks, leaf_path, to_stacks
-from emopt_jax.routing import MATRIX
 
 
 def logical_state(state: PyTree, plan: Plan, like: PyTree) -> PyTree:
@@ -86,29 +84,32 @@ def physical_state(state: PyTree, plan: Plan, like: PyTree) -> PyTree:
 
 
 def _to_logical(state: LayerwiseState, plan: Plan, like: PyTree) -> PyTree:
-  target, _, put = _matrix_part(like)
+  target, _, put = matrix_part(plan, state.classes, like)
   classes = jax.tree.map(jax.device_put, state.classes, _shardings(state_specs(state, plan).classes, plan))
   shardings = _shardings(logical_specs(target, plan), plan)
   return put(jax.jit(functools.partial(_gather, plan, target), out_shardings=shardings)(classes), state.others)
 
 
 def _to_physical(state: PyTree, plan: Plan, like: LayerwiseState) -> LayerwiseState:
-  matrices, others, _ = _matrix_part(state)
+  matrices, others, _ = matrix_part(plan, like.classes, state)
   specs = state_specs(like, plan)
   matrices = jax.tree.map(jax.device_put, matrices, _shardings(logical_specs(matrices, plan), plan))
   deal = functools.partial(_deal, plan, like.classes)
   classes = jax.jit(deal, out_shardings=_shardings(specs.classes, plan))(matrices)
-  placed = LayerwiseState(classes, like.others if others is None else others)
+  if others is None:
+    # Without optimizer of its own, the state of the other leaves holds no arrays.
+    others = like.others
+  placed = LayerwiseState(classes, others)
   return jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(plan.mesh, spec)), placed, specs)
 
 
 def _gather(plan: Plan, like: PyTree, classes: dict[str, PyTree]) -> PyTree:
   """Returns the state in the structure of the undistributed optimizer's."""
-  shapes = {leaf_path(keys): tuple(leaf.shape) for keys, leaf in jax.tree_util.tree_leaves_with_path(like)}
   found: dict[str, Any] = {}
+  parts: dict[str, list[tuple[Counterpart, jax.Array]]] = {}
   for name, tree in classes.items():
     for keys, stacked in jax.tree_util.tree_leaves_with_path(tree):
-      counterparts = counterparts_of(plan, name, leaf_path(keys), stacked.shape[1:], shapes)
+      counterparts = counterparts_of(plan, name, keys, stacked.shape[1:])
       if not counterparts:
         # Counts are those of any matrix; a row of a rank that owns none is padding, whose counts stand still.
         one = next(one for one in plan.classes if one.name == name)
@@ -116,19 +117,27 @@ def _gather(plan: Plan, like: PyTree, classes: dict[str, PyTree]) -> PyTree:
         found.setdefault(leaf_path(keys), stacked[owner * one.slots])
       values = _exchange(plan, name, stacked) if counterparts else stacked
       for one in counterparts:
-        stacks = found.setdefault(one.path, {})
-        block = values[one.block.rows] if one.whole else values[one.block.rows][:, 0]
-        stacks[one.block.stack] = (
-          jnp.concatenate([stacks[one.block.stack], block]) if one.block.stack in stacks else block
-        )
+        # A stack has a batch of one in the state of a parcel.
+        matrices = values[one.block.rows] if one.by_axes else values[one.block.rows][:, 0]
+        parts.setdefault(one.path, []).append((one, matrices))
 
   def leaf_of(keys, target):
     path = leaf_path(keys)
-    value = found.get(path)
-    if isinstance(value, dict):
-      name = str(parameter_of(path, plan))
-      whole = len(value) > 1 or tuple(next(iter(value.values())).shape) != shapes[path]
-      value = from_stacks(value, {name: target}, plan.leaves[name].axes)[name] if whole else next(iter(value.values()))
+    if path in parts:
+      one = parts[path][0][0]
+      stacks: dict[str, list[jax.Array]] = {}
+      for part, matrices in sorted(parts[path], key=lambda pair: pair[0].block.start):
+        stacks.setdefault(part.block.stack, []).append(matrices)
+      joined = {stack: jnp.concatenate(pieces) for stack, pieces in stacks.items()}
+      if not one.by_axes:
+        value = joined[one.block.stack]
+      elif target.shape != plan.leaves[one.parameter].shape:
+        value = None
+      else:
+        value = from_stacks(joined, {one.parameter: target}, plan.leaves[one.parameter].axes)[one.parameter]
+    else:
+      # Where there is no matrix there is no count of its steps either.
+      value = found.get(path) if plan.leaves else jnp.zeros(target.shape)
     if value is None or value.shape != target.shape:
       raise ValueError(f"leaf '{path}' of shape {target.shape}: the distributed state holds nothing for it; {MEND}")
     return value.astype(target.dtype)
@@ -139,26 +148,32 @@ def _gather(plan: Plan, like: PyTree, classes: dict[str, PyTree]) -> PyTree:
 def _deal(plan: Plan, like: dict[str, PyTree], matrices: PyTree) -> dict[str, PyTree]:
   """Returns the states of all matrices, stacked by class and dealt to their owners."""
   given = {leaf_path(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(matrices)}
-  shapes = {path: tuple(leaf.shape) for path, leaf in given.items()}
 
   def leaf_of(name, keys, target):
+    counterparts = counterparts_of(plan, name, keys, target.shape[1:])
     path = leaf_path(keys)
-    counterparts = counterparts_of(plan, name, path, target.shape[1:], shapes)
     if not counterparts:
-      if path not in given or shapes[path] != tuple(target.shape[1:]):
+      if path not in given or given[path].shape != target.shape[1:]:
         raise ValueError(f"leaf '{path}' of shape {target.shape[1:]} is not in the checkpoint; {MEND}")
       return jnp.broadcast_to(given[path], target.shape).astype(target.dtype)
     stacked = jnp.zeros(target.shape, target.dtype)
     for one in counterparts:
-      if one.whole:
-        stack = to_stacks({one.parameter: given[one.path]}, plan.leaves[one.parameter].axes)[one.block.stack]
-      else:
-        stack = given[one.path][:, None]
-      values = stack[one.block.start : one.block.start + len(one.block.rows)]
-      if values.shape != (len(one.block.rows), *target.shape[1:]):
+      leaf = plan.leaves[one.parameter]
+      if one.path not in given:
         raise ValueError(
-          f"leaf '{one.path}' of the checkpoint has shape {shapes[one.path]}, which does not fit '{one.parameter}' of "
-          f'shape {plan.leaves[one.parameter].shape}; {MEND}'
+          f"leaf '{one.path}', of the parameter '{one.parameter}' of shape {leaf.shape}, is not in the undistributed "
+          f'state; {MEND}'
+        )
+      value = given[one.path]
+      rows = slice(one.block.start, one.block.start + len(one.block.rows))
+      if one.by_axes and value.shape == leaf.shape:
+        values = to_stacks({one.parameter: value}, leaf.axes)[one.block.stack][rows]
+      else:
+        values = value[rows][:, None]
+      if (one.by_axes and value.shape != leaf.shape) or values.shape != (len(one.block.rows), *target.shape[1:]):
+        raise ValueError(
+          f"leaf '{one.path}' of the checkpoint has shape {value.shape}, which does not fit '{one.parameter}' of shape "
+          f'{leaf.shape}; {MEND}'
         )
       stacked = stacked.at[one.block.rows].set(values.astype(target.dtype))
     return stacked
@@ -193,21 +208,3 @@ def _shardings(specs: PyTree, plan: Plan) -> PyTree:
 def _auto_mesh(plan: Plan) -> Mesh:
   """Returns the mesh with Auto axes, on which the compiler finds the way from one layout to the other."""
   return Mesh(plan.mesh.devices, plan.mesh.axis_names)
-
-
-def _matrix_part(state: PyTree) -> tuple[PyTree, PyTree, Callable[[PyTree, PyTree], PyTree]]:
-  """Returns what an undistributed state holds for matrices and for others, and a function that puts new ones there."""
-  is_routed = lambda node: isinstance(node, optax.transforms.PartitionState)  # noqa: E731
-  leaves, structure = jax.tree.flatten(state, is_leaf=is_routed)
-  routed = [i for i, leaf in enumerate(leaves) if is_routed(leaf)]
-  if not routed:
-    return state, None, lambda matrices, others: matrices
-  index, partition = routed[0], leaves[routed[0]]
-  states = dict(partition.inner_states)
-  matrices, others = states[MATRIX].inner_state, {name: state for name, state in states.items() if name != MATRIX}
-
-  def put(new_matrices, new_others):
-    new = {name: new_others if name in others else optax.MaskedState(new_matrices) for name in states}
-    return structure.unflatten([*leaves[:index], partition._replace(inner_states=new), *leaves[index + 1 :]])
-
-  return matrices, next(iter(others.values()), None), put

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import PyTree
 
 from emopt_jax.distributed.bundles import Bundle, unit_shapes
-from emopt_jax.distributed.parcels import AxisNames
+from emopt_jax.distributed.parcels import AxisNames, UnitTree
 from emopt_jax.distributed.plan import Plan
 from emopt_jax.distributed.transport import as_varying, for_each_owned, owner_rank, pack, send
 
@@ -28,7 +28,7 @@ def init_owned(
 
       def init(slot, row=row, bundle=bundle, index=index, one=one):
         if row is None:
-          return inner.init({name: jnp.zeros(x.shape, x.dtype) for name, x in unit_shapes(one.parcel).items()})
+          return inner.init(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), unit_shapes(one.parcel)))
         start = jnp.asarray(bundle.offsets[index], jnp.int32)[owner_rank(bundle)]
         return inner.init(_matrices_at(plan, bundle, index, row, start + slot * bundle.piece_sizes[index]))
 
@@ -96,9 +96,7 @@ def update_owned(
   return out, new_classes
 
 
-def _matrices_at(
-  plan: Plan, bundle: Bundle, index: int, row: jax.Array, offset: jax.Array | int
-) -> dict[str, jax.Array]:
+def _matrices_at(plan: Plan, bundle: Bundle, index: int, row: jax.Array, offset: jax.Array | int) -> UnitTree:
   """Returns the matrices of the parcel of a class that starts at an offset of this rank's row."""
   pieces = lax.dynamic_slice_in_dim(row, offset, bundle.piece_sizes[index], axis=row.ndim - 1)
   return bundle.classes[index].parcel.assemble(pieces, bundle.exchanged, plan.mesh.shape)

@@ -7,8 +7,8 @@ shard, and so is a parcel until its owner has put the pieces of all shards toget
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,10 @@ from jax.sharding import PartitionSpec
 from emopt_jax.matrices import MatrixAxes
 
 AxisNames = tuple[str, ...]
+# What an optimizer sees of a parcel: its matrices as `{'matrix': {'0': ..., '1': ...}}`. Two keys, so that in its state
+# moments, which have this structure, are told from what is kept as a stack under the one key 'matrix/0'.
+UnitTree = dict[str, dict[str, Any]]
+MATRIX = 'matrix'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,21 +56,18 @@ class Parcel:
       size // math.prod(mesh_shape[axis] for axis in axes) for size, axes in zip(self.shape, self.sharded, strict=True)
     )
 
-  def assemble(self, pieces: jax.Array, exchanged: AxisNames, mesh_shape: Mapping[str, int]) -> dict[str, jax.Array]:
+  def assemble(self, pieces: jax.Array, exchanged: AxisNames, mesh_shape: Mapping[str, int]) -> UnitTree:
     """Returns the matrices of a parcel from its pieces `[*ranks of the exchanged axes, size of a piece]`."""
     pieces = pieces.reshape(*pieces.shape[:-1], *self.piece_shape(mesh_shape))
     whole = pieces.transpose(self._order(exchanged)).reshape(self.shape)
     dimension, sizes = self.split or (0, (self.shape[0],))
     blocks = [whole] if len(sizes) == 1 else jnp.split(whole, _starts(sizes)[1:], axis=dimension)
-    named = zip(blocks, self.matrices, strict=True)
-    return {matrix_name(i): block.reshape(matrix) for i, (block, matrix) in enumerate(named)}
+    return unit_tree([block.reshape(matrix) for block, matrix in zip(blocks, self.matrices, strict=True)])
 
-  def take_apart(
-    self, matrices: dict[str, jax.Array], exchanged: AxisNames, mesh_shape: Mapping[str, int]
-  ) -> jax.Array:
+  def take_apart(self, matrices: UnitTree, exchanged: AxisNames, mesh_shape: Mapping[str, int]) -> jax.Array:
     """Returns the pieces of a parcel: the inverse of `assemble`."""
     dimension, sizes = self.split or (0, (self.shape[0],))
-    blocks = [matrices[matrix_name(i)].reshape(self._block_shape(dimension, size)) for i, size in enumerate(sizes)]
+    blocks = [matrices[MATRIX][str(i)].reshape(self._block_shape(dimension, size)) for i, size in enumerate(sizes)]
     whole = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=dimension)
     expanded = []
     for size, axes in zip(self.piece_shape(mesh_shape), self.sharded, strict=True):
@@ -216,9 +217,9 @@ def sharding_axes(
   return tuple(entries)
 
 
-def matrix_name(index: int) -> str:
-  """Returns the key under which an optimizer sees a matrix of a parcel."""
-  return f'matrix_{index}'
+def unit_tree(matrices: Sequence[Any]) -> UnitTree:
+  """Returns the matrices of a parcel as the parameters of an optimizer."""
+  return {MATRIX: {str(i): matrix for i, matrix in enumerate(matrices)}}
 
 
 def _starts(sizes: tuple[int, ...]) -> list[int]:

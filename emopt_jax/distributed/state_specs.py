@@ -28,7 +28,7 @@ def state_specs(state: PyTree, plan: Plan) -> PyTree:
     >>> plan = plan_layerwise(params, jax.make_mesh((1,), ('data',)), 'data')
     >>> optimizer = layerwise(emopt_jax.muon(0.02), plan)
     >>> specs = state_specs(jax.eval_shape(optimizer.init, params), plan)
-    >>> specs.classes['4x8'][0].mu['matrix_0'] == PartitionSpec('data')
+    >>> specs.classes['4x8'][0].mu['matrix']['0'] == PartitionSpec('data')
     True
   """
 

@@ -77,7 +77,7 @@ def test_experts_stay_where_they_are_and_an_idle_one_stands_still(entry):
     updates, state = compiled(gradients(step, idle=True), state, placed)
     assert not np.any(np.asarray(updates['experts']['kernel'][5]))
     assert np.all(np.any(np.asarray(updates['experts']['kernel'])[np.arange(16) != 5], axis=(1, 2)))
-  mu = [s.classes['8x16'][0].mu['matrix_0'][5] for s in (before, state)]
+  mu = [s.classes['8x16'][0].mu['matrix']['0'][5] for s in (before, state)]
   np.testing.assert_array_equal(*mu)
 
 
@@ -144,7 +144,7 @@ def test_linen_boxes(box):
   optimizer, plain = distributed.layerwise(emopt_jax.muon(0.1), plan), emopt_jax.muon(0.1)
   gradients = jax.grad(lambda params: jnp.mean(jnp.square(model.apply({'params': nn.unbox(params)}, x))))(params)
   state = optimizer.init(params)
-  assert distributed.state_specs(state, plan).classes['8x16'][0].mu['matrix_0'] == P(('data', 'model'))
+  assert distributed.state_specs(state, plan).classes['8x16'][0].mu['matrix']['0'] == P(('data', 'model'))
   plain_state = plain.init(params)
   for _ in range(2):
     updates, state = jax.jit(optimizer.update)(gradients, state, params)
