@@ -17,6 +17,7 @@ from emopt_jax.linalg.eigenbasis import (
   Eigenbases,
   Eigenbasis,
   Refresh,
+  move,
   qr_refresh,
   rotate,
   rotate_back,
@@ -210,8 +211,7 @@ def _refreshed(refresh: Refresh, arrange: Arrange, before: _Frame, factors: Fact
   bases = Eigenbases(*sides)
 
   first = [
-    jnp.where(finite[:, None, None], rotate(rotate_back(moment, before.bases), bases), moment)
-    for moment in before.moments.first
+    jnp.where(finite[:, None, None], move(moment, before.bases, bases), moment) for moment in before.moments.first
   ]
   second = [_permute(moment, *orders) for moment in before.moments.second]
   return _Frame(bases, Moments(first, second), rejected)

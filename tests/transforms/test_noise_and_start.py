@@ -1,4 +1,4 @@
-"""DESIGN 3.6: the start is continuous in the gradients, and rounding noise never becomes an update (fault 12)."""
+"""The start is continuous in the gradients, and rounding noise never becomes an update."""
 
 import functools
 
@@ -57,27 +57,46 @@ def low_rank(rank):
   return (growing * one).astype(np.float32)
 
 
-@functools.cache  # one compilation for both ranks
-def optimizers(make):
-  """Returns the default start, eigh at every step, and eigh at the first step only."""
+@functools.cache  # one compilation for all gradients
+def started_by_eigh(make):
+  """Returns the optimizer whose first bases are exact and whose later ones follow by QR."""
   covariance = emopt_jax.kronecker_covariance if make is soap else emopt_jax.kl_covariance
   refresh = emopt_jax.eigh_at_start(emopt_jax.qr_refresh)
   adam = optax.scale_by_adam(0.9, 0.95, 1e-15)
-  recipe = functools.partial(make, -1.0, weight_decay=0.0, axes=STACKED)
-  started = emopt_jax.eigenbasis_rotate(adam, covariance=covariance(axes=STACKED), refresh=refresh, axes=STACKED)
-  return recipe(), recipe(refresh=eigh_refresh), started
+  return emopt_jax.eigenbasis_rotate(adam, covariance=covariance(axes=STACKED), refresh=refresh, axes=STACKED)
 
 
-@pytest.mark.parametrize('rank', [1, 3])
+@functools.cache
+def with_refresh(make, refresh):
+  return make(-1.0, weight_decay=0.0, axes=STACKED, refresh=refresh)
+
+
+def two_units():
+  """Returns gradients as `low_rank(1)`, of two columns only, whose errors of rounding no rotation spreads."""
+  gradients = low_rank(1)
+  gradients[..., 2:] = 0
+  return gradients
+
+
+# Bases that start from the identity have found the gradient's spaces, to rounding, after 20 steps.
+@pytest.mark.parametrize(
+  ('optimizer', 'first'),
+  [
+    (lambda make: with_refresh(make, emopt_jax.qr_refresh), 19),
+    (lambda make: with_refresh(make, emopt_jax.jacobi_refresh), 19),
+    (lambda make: with_refresh(make, eigh_refresh), 0),
+    (started_by_eigh, 0),
+  ],
+  ids=['qr', 'jacobi', 'eigh', 'eigh at start'],
+)
 @pytest.mark.parametrize('make', [soap, kl_soap])
-def test_noise_is_no_update(make, rank):
-  """Outside the gradient's spaces at most 1e-4 of the update: from step 1 with eigh, from step 20 with the default."""
-  gradients = low_rank(rank)
-  for optimizer, first in zip(optimizers(make), (19, 0, 0), strict=True):
-    updates = np.asarray(run(optimizer, gradients))
+def test_noise_is_no_update(make, optimizer, first):
+  """Outside the gradient's row and column spaces there is nothing of the update but its own rounding."""
+  for gradients in (low_rank(1), low_rank(3), two_units()):
+    updates = np.asarray(run(optimizer(make), gradients))
     for scale in range(3):
-      # DESIGN's figure.
-      assert outside(updates[first:, scale], gradients[first:, scale]).max() <= 1e-4
+      # The design asks for 1e-4; entries of noise would make it 0.5 and more, float32 alone makes 2e-7 to 1e-6.
+      assert outside(updates[first:, scale], gradients[first:, scale]).max() <= 1e-5
 
 
 @pytest.mark.parametrize('make', [soap, kl_soap])
