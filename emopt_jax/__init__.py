@@ -62,5 +62,7 @@ from emopt_jax.transforms.rms_match import rms_normalize as rms_normalize
 from emopt_jax.transforms.rms_match import shape as shape
 from emopt_jax.transforms.rms_match import spectral as spectral
 from emopt_jax.transforms.rms_match import unit_rms as unit_rms
+from emopt_jax.transforms.skip_spikes import SkipSpikesState as SkipSpikesState
+from emopt_jax.transforms.skip_spikes import skip_spikes as skip_spikes
 
 __version__ = '0.1.0'

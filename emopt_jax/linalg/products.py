@@ -3,7 +3,10 @@
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
+
+# The share of the largest number that sums of squares may reach, so that what is made of them has room to grow.
+ROOM = 2.0**-8
 
 
 def product(
@@ -87,6 +90,17 @@ def trace(x: Float[Array, '*batch n n']) -> Float[Array, '*batch 1 1']:
   return jnp.sum(jnp.diagonal(x, axis1=-2, axis2=-1), axis=-1)[..., None, None]
 
 
+def leaves_room_for_squares(largest: Float[Array, '*batch'], x: Float[Array, '*batch m n']) -> Bool[Array, '*batch']:
+  """Returns whether |X|_F^2 is far from overflow, from max |x_ij|; false for what is not finite.
+
+  Args:
+    largest: max |x_ij| of each matrix.
+    x: The matrices, of which only size and dtype count.
+  """
+  limit = (ROOM * float(jnp.finfo(x.dtype).max) / (x.shape[-2] * x.shape[-1])) ** 0.5
+  return largest < limit
+
+
 def largest_magnitude(x: Float[Array, '*batch m n']) -> Float[Array, '*batch 1 1']:
   """Returns max |x_ij| of each matrix, and 1 for a zero matrix so that it can be divided by."""
   largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
@@ -100,8 +114,9 @@ def frobenius_norm(x: Float[Array, '*batch m n']) -> Float[Array, '*batch 1 1']:
 
 
 def root_mean_square(x: Float[Array, '*batch m n']) -> Float[Array, '*batch 1 1']:
-  """Returns |x|_F / sqrt(m n) of each matrix."""
-  return frobenius_norm(x) / (x.shape[-2] * x.shape[-1]) ** 0.5
+  """Returns |x|_F / sqrt(m n) of each matrix, finite where the matrix is."""
+  scale = largest_magnitude(x)
+  return scale * jnp.sqrt(jnp.mean(jnp.square(x / scale), axis=(-2, -1), keepdims=True))
 
 
 def all_finite(x: Float[Array, 'batch ...']) -> jax.Array:

@@ -12,8 +12,8 @@ from emopt_jax.batching import map_by_shape
 from emopt_jax.linalg.blocks import number_of_blocks, per_matrix
 from emopt_jax.linalg.eigenbasis import Eigenbases, Eigenbasis, eigh_refresh
 from emopt_jax.linalg.factors import Factors, kl_update, kronecker_update
-from emopt_jax.linalg.products import all_finite, trace
-from emopt_jax.matrices import Axes, single_matrices, stack_shapes, to_stacks
+from emopt_jax.linalg.products import ROOM, leaves_room_for_squares, trace
+from emopt_jax.matrices import Axes, from_stacks, single_matrices, stack_shapes, to_stacks
 from emopt_jax.transforms.covariance_start import Start, frobenius_start, rms_start, started
 from emopt_jax.transforms.hyperparameters import check_at_least_one, check_decay
 from emopt_jax.transforms.keyed_state import check_known, keyed_by_path
@@ -27,7 +27,7 @@ class CovarianceState(NamedTuple):
   Attributes:
     count: Number of updates, int32.
     factors: Per path, the `Factors` of the stack, in float32 or wider.
-    skipped: Per path, how many gradients of each matrix were not finite, int32 `[batch]`.
+    skipped: Per path, how many gradients of each matrix were not finite or too large, int32 `[batch]`.
   """
 
   count: jax.Array
@@ -60,9 +60,9 @@ def kronecker_covariance(
     axes: Which axes of each leaf make the matrix, as in `MatrixAxes`.
 
   Returns:
-    An optax transformation. A gradient that is not finite, or whose square is not, leaves its factors as they were and
-    is counted. A zero gradient leaves them too: the factors of an idle expert would fade, and its next gradient with
-    them.
+    An optax transformation. A gradient that is not finite, or so large that its squares would overflow (in float32 a
+    norm of 1e18), leaves its factors as they were, is counted, and is passed on as zero. A zero gradient leaves them
+    too: the factors of an idle expert would fade, and its next gradient with them.
 
   Raises:
     ValueError: If decay is out of range or max_dim below 1; at init, if a leaf is no matrix.
@@ -163,27 +163,39 @@ def _covariance(advance, decay: Decay, *, start: Start, sizes: tuple[int, int | 
     }
 
     def take_in(gradient: jax.Array, before: _Entry) -> tuple[Factors, jax.Array]:
-      finite = all_finite(gradient)
-      clean = jnp.where(finite[:, None, None], gradient, 0)
+      largest = jnp.max(jnp.abs(gradient), axis=(1, 2))
+      usable = leaves_room_for_squares(largest, gradient)
+      clean = jnp.where(usable[:, None, None], gradient, 0)
       old = started(before.factors, clean, start)
       new = advance(old, clean, before.bases, current_decay.astype(clean.dtype))
-      # A gradient can be finite and its square not; a factor that was broken before is not its fault.
-      for old_factor, new_factor in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
-        finite &= _is_finite(new_factor) | ~_is_finite(old_factor)
-      taken = finite & jnp.any(clean != 0, axis=(1, 2))
+      # Squares whitened by factors that are far too small for this gradient overflow: those factors start anew.
+      batch = gradient.shape[0]
+      lost = _all_have_room(before.factors, batch) & ~_all_have_room(new, batch)
+      fresh = started(jax.tree.map(jnp.zeros_like, new), clean, start)
+      new = jax.tree.map(lambda x, y: jnp.where(per_matrix(lost, x), x, y), fresh, new)
+      taken = usable & (largest > 0)
       factors = jax.tree.map(lambda x, y: jnp.where(per_matrix(taken, x), x, y), new, before.factors)
-      return factors, before.skipped + ~finite
+      return factors, before.skipped + ~usable
 
     results = map_by_shape(take_in, single_matrices(updates, axes), gradients, entries)
     factors, skipped = ({path: result[i] for path, result in results.items()} for i in (0, 1))
-    return updates, CovarianceState(count, keyed_by_path(factors), keyed_by_path(skipped))
+    new_state = CovarianceState(count, keyed_by_path(factors), keyed_by_path(skipped))
+    passed = {
+      path: jnp.where((skipped[path] == state.skipped[path])[:, None, None], gradient, 0)
+      for path, gradient in gradients.items()
+    }
+    return from_stacks(passed, updates, axes), new_state
 
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _is_finite(factor: jax.Array) -> jax.Array:
-  """Returns whether each factor is finite, from its diagonal, which no other entry of G G^T exceeds but by rounding."""
-  return all_finite(2 * jnp.diagonal(factor, axis1=-2, axis2=-1))
+def _all_have_room(factors: Factors, batch: int) -> jax.Array:
+  """Returns whether the trace of each factor, which bounds every entry and eigenvalue, is far from overflow."""
+  room = jnp.ones(batch, bool)
+  for factor in jax.tree.leaves(factors):
+    diagonal = jnp.diagonal(factor, axis1=-2, axis2=-1)
+    room &= jnp.sum(diagonal, axis=tuple(range(1, diagonal.ndim))) < ROOM * float(jnp.finfo(factor.dtype).max)
+  return room
 
 
 class _Entry(NamedTuple):

@@ -84,8 +84,8 @@ def eigenbasis_rotate(
   nothing); the rotated gradient goes to `inner`, and its update is rotated back. Entries of a rotated matrix below the
   rounding error of the rotation are zero.
 
-  A matrix whose gradient is not finite gets a zero update, and its factors, bases and moments stay as they were. A
-  refresh that is not finite keeps the old basis.
+  A matrix whose gradient is not finite, or so large that its squares would overflow, gets a zero update, and its
+  factors, bases and moments stay as they were. A refresh that is not finite keeps the old basis.
 
   Args:
     inner: Elementwise optax transformation, `optax.scale_by_adam(...)` for SOAP.
@@ -138,7 +138,7 @@ def eigenbasis_rotate(
     gradients = to_stacks(updates, axes)
     covariance_state: Any = covariance.update(updates, state.covariance, params, eigenbasis=state.eigenbasis)[1]
 
-    # The covariance knows which gradients are finite and have a finite square.
+    # The covariance knows which gradients are finite and leave room for their squares.
     finite = {path: covariance_state.skipped[path] == state.covariance.skipped[path] for path in gradients}
     moments = moment_stacks(updates, state.inner, axes)
     before = {path: _Frame(state.eigenbasis[path], moments[path], state.rejected[path]) for path in gradients}

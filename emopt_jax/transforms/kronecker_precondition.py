@@ -1,7 +1,7 @@
 """The transform that multiplies every matrix by powers of its covariance factors."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,8 @@ def kronecker_precondition(
 ) -> optax.GradientTransformationExtraArgs:
   """Multiplies each matrix by powers of its covariance factors: L^e G R^e.
 
-  The factors take in the current gradient first. A matrix whose gradient is not finite gets a zero update.
+  The factors take in the current gradient first. A matrix whose gradient they skip, because it is not finite or its
+  squares would overflow, gets a zero update.
 
   Args:
     covariance: `kronecker_covariance` (with e = -1/4, Shampoo) or `kl_covariance` (with e = -1/2, KL-Shampoo), with the
@@ -69,9 +70,10 @@ def kronecker_precondition(
 
   def update(updates, state, params=None, **extra_args):
     del extra_args
-    covariance_state: Any = covariance.update(updates, state.covariance, params)[1]
+    # What the covariance skips it passes on as zero.
+    passed, covariance_state = cast(Any, covariance.update(updates, state.covariance, params))
     precondition = functools.partial(_precondition, exponent=exponent, floor=floor)
-    gradients = to_stacks(updates, axes)
+    gradients = to_stacks(passed, axes)
     outputs = map_by_shape(precondition, single_matrices(updates, axes), gradients, covariance_state.factors)
     return from_stacks(outputs, updates, axes), KroneckerPreconditionState(covariance_state)
 
@@ -79,7 +81,6 @@ def kronecker_precondition(
 
 
 def _precondition(gradient: jax.Array, factors: Factors, *, exponent: float, floor: float) -> jax.Array:
-  gradient = jnp.where(all_finite(gradient)[:, None, None], gradient, 0)
   for factor, from_left in zip(factors, (True, False), strict=True):
     if factor is None:
       continue

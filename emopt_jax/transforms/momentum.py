@@ -63,10 +63,11 @@ def momentum(
     check_known(gradients, state.skipped)
     averages = to_stacks(state.mu, axes)
     skipped, outputs = {}, {}
+    largest_kept = min((float(jnp.finfo(mu.dtype).max) for mu in jax.tree.leaves(state.mu)), default=jnp.inf)
     for path, gradient in gradients.items():
-      # One reduction answers both questions: a maximum with not-a-number is not-a-number, and not below infinity.
+      # One reduction answers both questions: a maximum with not-a-number is not-a-number, and not below any limit.
       largest = jnp.max(jnp.abs(gradient), axis=(1, 2))
-      finite = largest < jnp.inf
+      finite = largest <= largest_kept
       active = (finite & (largest > 0))[:, None, None]
       b = jnp.asarray(decay, gradient.dtype)
       average = b * averages[path] + (1 - b) * gradient
