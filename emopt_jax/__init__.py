@@ -40,6 +40,7 @@ from emopt_jax.schedules import expert_batch_size as expert_batch_size
 from emopt_jax.schedules import scale_learning_rate as scale_learning_rate
 from emopt_jax.schedules import wsd_schedule as wsd_schedule
 from emopt_jax.transforms.adam_bound import clip_to_adam_bound as clip_to_adam_bound
+from emopt_jax.transforms.clip_by_finite_norm import clip_by_finite_norm as clip_by_finite_norm
 from emopt_jax.transforms.covariance import CovarianceState as CovarianceState
 from emopt_jax.transforms.covariance import bias_corrected as bias_corrected
 from emopt_jax.transforms.covariance import kl_covariance as kl_covariance

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -18,6 +19,7 @@ from emopt_jax.distributed.parcels import AxisNames, sharding_axes
 from emopt_jax.distributed.plan import Plan
 from emopt_jax.distributed.transport import checks_varying, varying_axes
 from emopt_jax.matrices import leaf_path
+from emopt_jax.transforms.clip_by_finite_norm import finite_squares, norm_dtype
 
 
 def inside_shard_map(plan: Plan) -> bool:
@@ -58,9 +60,31 @@ def select(plan: Plan, tree: Any, *, inside: bool, what: str) -> dict[str, jax.A
     if path in plan.leaves:
       found[path] = leaf
   missing = [path for path in plan.leaves if path not in found]
+  if missing and what == 'gradients':
+    raise ValueError(_without_gradient(plan, missing[0]))
   if missing:
     raise ValueError(f"leaf '{missing[0]}' of the plan is not in the {what}: make the plan from these parameters")
   return found
+
+
+def check_complete(plan: Plan, gradients: Any, params: Any) -> None:
+  """Raises for a leaf that is no matrix, not masked, and has a parameter but no gradient."""
+
+  def paths(tree) -> set[str]:
+    masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
+    return {leaf_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=masked)}
+
+  known = set(plan.others) if params is None else paths(params) & set(plan.others)
+  for path in sorted(known - paths(gradients)):
+    raise ValueError(_without_gradient(plan, path))
+
+
+def _without_gradient(plan: Plan, path: str) -> str:
+  leaf = plan.leaves.get(path) or plan.others[path]
+  return (
+    f"leaf '{path}' of shape {leaf.shape} has no gradient: give zeros, or freeze it with optax.partition and a plan "
+    'that is made without it'
+  )
 
 
 def shard_shape(plan: Plan, path: str) -> tuple[int, ...]:
@@ -71,31 +95,47 @@ def shard_shape(plan: Plan, path: str) -> tuple[int, ...]:
   return tuple(size // number for size, number in zip(leaf.shape, shards, strict=True))
 
 
-def reduce_others(plan: Plan, gradients: Any, *, inside: bool) -> Any:
-  """Returns the gradients with those that are no matrices reduced over the data-parallel ranks, all of them checked."""
+def reduce_gradients(plan: Plan, gradients: Any, *, inside: bool, matrices: bool) -> Any:
+  """Returns the gradients, all of them checked, reduced over the data-parallel ranks where they are no matrices.
+
+  Args:
+    plan: The plan.
+    gradients: Each rank's own inside `shard_map`, unreduced on an Explicit mesh, whole otherwise.
+    inside: Whether the caller is inside `shard_map`.
+    matrices: Whether those of matrices are reduced too.
+  """
 
   def reduce(keys, gradient):
     path = leaf_path(keys)
+    kept = path in plan.leaves and not matrices
     if inside:
       _check_local(plan, path, gradient)
-      axes = () if path in plan.leaves else data_axes(plan, path)
+      axes = () if kept else data_axes(plan, path)
       return lax.pmean(gradient, axes) if axes else gradient
-    if path in plan.leaves or not unreduced_axes(gradient):
+    if kept or not unreduced_axes(gradient):
       return gradient
-    return placed(plan, gradient, plan.others[path].spec)
+    return placed(plan, gradient, plan.leaf(path).spec)  # pyright: ignore[reportOptionalMemberAccess]
 
   return jax.tree_util.tree_map_with_path(reduce, gradients)
 
 
 def square_of_others(plan: Plan, gradients: Any, *, inside: bool) -> jax.Array:
-  """Returns the sum of the squares of all reduced gradients that are no matrices, over all ranks."""
-  total = jnp.zeros((), jnp.float32)
+  """Returns the `finite_squares` of all reduced gradients that are no matrices, over all ranks."""
+  dtype = norm_dtype(jax.tree.leaves(gradients))
+  total = jnp.zeros(2, dtype)
   for keys, gradient in jax.tree_util.tree_leaves_with_path(gradients):
     if (path := leaf_path(keys)) not in plan.leaves:
-      square = jnp.sum(jnp.square(gradient.astype(jnp.float32)))
+      squares = finite_squares(gradient, dtype)
       sharded = plan.sharded_axes(path) if inside else ()
-      total = total + (lax.psum(square, sharded) if sharded else square)
+      total = total + (lax.psum(squares, sharded) if sharded else squares)
   return total
+
+
+def check_averaged(plan: Plan, gradients: Any) -> None:
+  """Raises where a wrapper inside `shard_map` gave gradients that vary where their parameters do not."""
+  if checks_varying(plan.axis[0]):
+    for keys, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+      _check_strays(plan, leaf_path(keys), gradient, ())
 
 
 def _check_local(plan: Plan, path: str, gradient: jax.Array) -> None:
@@ -110,7 +150,11 @@ def _check_local(plan: Plan, path: str, gradient: jax.Array) -> None:
       'large by the number of ranks: differentiate with distributed.value_and_grad, or mark the parameters with '
       f"jax.lax.pcast(params, '{reduced[0]}', to='varying') before jax.grad"
     )
-  stray = sorted(varying - {*plan.sharded_axes(path), *expected})
+  _check_strays(plan, path, gradient, expected)
+
+
+def _check_strays(plan: Plan, path: str, gradient: jax.Array, expected: AxisNames) -> None:
+  stray = sorted(varying_axes(gradient) - {*plan.sharded_axes(path), *expected})
   if stray:
     raise ValueError(
       f"the gradient of leaf '{path}' of shape {gradient.shape} varies over '{stray[0]}', over which the plan holds it "
@@ -146,4 +190,13 @@ def on_mesh(plan: Plan, function: Callable[..., Any], arguments: tuple, in_specs
   is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
   unreduced = any(getattr(spec, 'unreduced', None) for spec in jax.tree.leaves(in_specs, is_leaf=is_spec))
   mapped = jax.shard_map(function, mesh=plan.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=unreduced)
-  return mapped(*arguments)
+  try:
+    return mapped(*arguments)
+  except NotImplementedError as error:
+    if 'Closing over inputs to shard_map' not in str(error):
+      raise
+    raise ValueError(
+      'on an Explicit mesh the optimizer of matrices cannot close over traced values, as it does with '
+      'optax.inject_hyperparams around layerwise: write layerwise(optax.inject_hyperparams(muon)(0.02), ...), make the '
+      'mesh of Auto axes, or call the optimizer inside shard_map'
+    ) from error

@@ -15,6 +15,7 @@ from emopt_jax.distributed.bundles import Bundle, unit_shapes
 from emopt_jax.distributed.parcels import AxisNames, UnitTree
 from emopt_jax.distributed.plan import Plan
 from emopt_jax.distributed.transport import as_varying, for_each_owned, owner_rank, pack, send
+from emopt_jax.transforms.clip_by_finite_norm import finite_squares
 
 
 def init_owned(
@@ -47,22 +48,21 @@ def reduced_row(
   return row / ranks if average and ranks > 1 else row
 
 
-def clipping_scale(plan: Plan, rows: list[jax.Array], square: jax.Array, max_norm: float | None) -> jax.Array:
-  """Returns the factor that brings all gradients of all ranks to the norm.
+def square_of_owned(plan: Plan, rows: list[jax.Array], square: jax.Array) -> jax.Array:
+  """Returns the squares of all gradients of all ranks, as `finite_squares` gives them.
 
   Args:
     plan: The plan.
     rows: The reduced gradients of this rank's matrices.
-    square: Sum of the squares of all gradients that are no matrices.
-    max_norm: The norm, or None.
+    square: Squares of all gradients that are no matrices.
   """
-  if max_norm is None:
-    return jnp.ones((), jnp.float32)
+  own: dict[AxisNames, jax.Array] = {}
   for bundle, row in zip(plan.bundles, rows, strict=True):
-    own = jnp.sum(jnp.square(row.astype(jnp.float32)))
-    square = square + (lax.psum(own, bundle.state_axes) if bundle.state_axes else own)
-  norm = jnp.sqrt(square)
-  return jnp.where(norm < max_norm, 1, max_norm / norm)
+    squares = finite_squares(row, square.dtype)
+    own[bundle.state_axes] = own[bundle.state_axes] + squares if bundle.state_axes in own else squares
+  for axes, squares in own.items():
+    square = square + (lax.psum(squares, axes) if axes else squares)
+  return square
 
 
 def update_owned(

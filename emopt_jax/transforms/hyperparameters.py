@@ -18,6 +18,12 @@ def check_not_negative(name: str, value: ArrayLike | Callable) -> None:
     raise ValueError(f'{name} must not be negative, got {value}')
 
 
+def check_positive(name: str, value: ArrayLike) -> None:
+  """Raises a ValueError unless value > 0."""
+  if _is_concrete(value) and not value > 0:  # pyright: ignore[reportOperatorIssue]
+    raise ValueError(f'{name} must be positive, got {value}')
+
+
 def check_at_least_one(name: str, value: ArrayLike) -> None:
   """Raises a ValueError unless value is a whole number >= 1."""
   if _is_concrete(value) and not value >= 1:  # pyright: ignore[reportOperatorIssue]

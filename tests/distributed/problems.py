@@ -168,6 +168,21 @@ def run_distributed(inner, problem: Problem, steps: int, entry: str, check_vma: 
   return jax.tree.map(np.asarray, (params, distributed.logical_state(state, plan, like)))
 
 
+def assert_equals_one_device(optimizer, plain, problem: Problem, plan, entry: str, gradients: list, check_vma=True):
+  """Runs an optimizer on the mesh and another on one device on the same gradients of all ranks, and compares them."""
+  params = place(problem, problem.params)
+  state = jax.jit(optimizer.init)(params)
+  step = make_step(entry, optimizer, problem, plan, state, check_vma)
+  plain_params, plain_state, plain_update = problem.params, plain.init(problem.params), jax.jit(plain.update)
+  for local in gradients:
+    params, state = step(place_gradients(problem, local, entry), state, params)
+    updates, plain_state = plain_update(mean(local), plain_state, plain_params)
+    plain_params = jax.tree.map(np.asarray, optax.apply_updates(plain_params, updates))
+  logical = distributed.logical_state(state, plan, jax.eval_shape(plain.init, problem.params))
+  # A few steps of sums in another order, 1e-7 each, which Newton-Schulz and the rotations magnify a few times.
+  assert_close(*jax.tree.map(np.asarray, ((params, logical), (plain_params, plain_state))), 1e-5)
+
+
 @functools.cache
 def reference(optimizer: str, count: str, ranks: int, steps: int):
   """Returns what one device gives."""

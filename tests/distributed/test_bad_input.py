@@ -70,6 +70,31 @@ def test_parameters_of_another_plan():
     optimizer.init({'down': PARAMS['down'], 'bias': PARAMS['bias']})
 
 
+@pytest.mark.parametrize('missing', ['bias', 'up'])
+def test_leaf_without_gradient(missing):
+  _, optimizer = make()
+  state = optimizer.init(PARAMS)
+  match = rf"leaf '{missing}' of shape \({PARAMS[missing].shape[0]},.* has no gradient: give zeros, or freeze it"
+  for gradients in (PARAMS | {missing: None}, {path: leaf for path, leaf in PARAMS.items() if path != missing}):
+    for params in (PARAMS, None):
+      with pytest.raises(ValueError, match=match):
+        optimizer.update(gradients, state, params)
+
+
+def test_leaf_that_another_optimizer_has_needs_no_gradient():
+  _, optimizer = make()
+  both = optax.partition({'here': optimizer, 'there': optax.sgd(0.5)}, {'up': 'here', 'down': 'here', 'bias': 'there'})
+  updates, _ = both.update(PARAMS, both.init(PARAMS), PARAMS)
+  np.testing.assert_array_equal(updates['bias'], -0.5 * PARAMS['bias'])
+
+
+@pytest.mark.parametrize('max_norm', [0.0, -1.0, float('nan')])
+def test_norm_that_is_not_positive(max_norm):
+  plan, _ = make()
+  with pytest.raises(ValueError, match='max_norm must be positive'):
+    distributed.layerwise(emopt_jax.muon(0.1), plan, others=optax.sgd(0.1), max_norm=max_norm)
+
+
 def test_state_of_another_plan():
   _, optimizer = make()
   other = {'up': np.ones((8, 24), np.float32), 'bias': PARAMS['bias']}

@@ -67,10 +67,11 @@ def test_inside_shard_map_sends_what_the_plan_says_and_5_percent_over_the_ideal_
   assert hlo.sent(compiled, ('all-reduce',)) == traffic.all_reduce
 
 
-def test_clipping_adds_one_number_per_bundle_at_most():
-  compiled, plan, _ = compiled_step('replicated', 'A', max_norm=1.0)
-  # The eight numbers of the leaf that is no matrix, and one for each bundle.
-  assert hlo.sent(compiled, ('all-reduce',)) == 2 * 7 / 8 * 4 * (8 + len(plan.bundles))
+def test_clipping_adds_two_numbers():
+  compiled, _, _ = compiled_step('replicated', 'A', max_norm=1.0)
+  # The eight numbers of the leaf that is no matrix; and, for all bundles together, since their owners are the same
+  # ranks, the sum of the squares and that of the squares of smaller numbers, in case the first overflows.
+  assert hlo.sent(compiled, ('all-reduce',)) == 2 * 7 / 8 * 4 * (8 + 2)
   assert not hlo.in_loops(compiled)
 
 
