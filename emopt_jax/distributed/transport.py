@@ -40,7 +40,7 @@ def pack(plan: Plan, bundle: Bundle, leaves: Leaves) -> jax.Array:
   dtype = jnp.result_type(*stacks)
   if all(len(set(one.counts)) == 1 for one in bundle.classes):
     rows = jnp.concatenate([stack.astype(dtype).reshape(len(bundle.offsets[0]), -1) for stack in stacks], axis=1)
-    rows = jnp.pad(rows, ((0, 0), (0, bundle.length - rows.shape[1])))
+    rows = jnp.concatenate([rows, _padding((rows.shape[0], bundle.length - rows.shape[1]), rows)], axis=1)
   else:
     rows = jnp.stack([_row(bundle, stacks, rank, dtype) for rank in range(len(bundle.offsets[0]))])
   return rows.reshape(*(plan.mesh.shape[axis] for axis in bundle.owners), bundle.length)
@@ -134,4 +134,10 @@ def _row(bundle: Bundle, stacks: list[jax.Array], rank: int, dtype) -> jax.Array
     start = sum(one.counts[:rank])
     pieces.append(stack[start : start + one.counts[rank]].astype(dtype).ravel())
   padding = bundle.length - sum(piece.size for piece in pieces)
-  return jnp.concatenate([*pieces, jnp.zeros(padding, dtype)])
+  return jnp.concatenate([*pieces, _padding((padding,), stacks[0].astype(dtype))])
+
+
+def _padding(shape: tuple[int, ...], like: jax.Array) -> jax.Array:
+  """Returns zeros that can be joined with an array, of which the sum over some mesh axes may be due."""
+  zeros, axes = jnp.zeros(shape, like.dtype), tuple(sorted(jax.typeof(like).mat.unreduced))
+  return lax.pcast(lax.pcast(zeros, axes, to='varying'), axes, to='unreduced') if axes else zeros
