@@ -11,11 +11,11 @@ from emopt_jax.linalg.coefficients import QUINTIC as QUINTIC
 from emopt_jax.linalg.coefficients import Coefficients as Coefficients
 from emopt_jax.linalg.eigenbasis import Eigenbases as Eigenbases
 from emopt_jax.linalg.eigenbasis import Eigenbasis as Eigenbasis
-from emopt_jax.linalg.eigenbasis import eigh_at_start as eigh_at_start
-from emopt_jax.linalg.eigenbasis import eigh_refresh as eigh_refresh
 from emopt_jax.linalg.eigenbasis import qr_refresh as qr_refresh
 from emopt_jax.linalg.eigenbasis import sort_by_magnitude as sort_by_magnitude
 from emopt_jax.linalg.eigenbasis import sort_descending as sort_descending
+from emopt_jax.linalg.exact_refresh import eigh_at_start as eigh_at_start
+from emopt_jax.linalg.exact_refresh import eigh_refresh as eigh_refresh
 from emopt_jax.linalg.factors import Factors as Factors
 from emopt_jax.linalg.gated import gated as gated
 from emopt_jax.linalg.polar import newton_schulz as newton_schulz

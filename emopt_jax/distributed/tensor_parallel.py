@@ -18,7 +18,7 @@ from emopt_jax.distributed.costs import newton_schulz_cost
 from emopt_jax.linalg.coefficients import POLAR_EXPRESS, Coefficients
 from emopt_jax.linalg.factorizations import cholesky, solve_triangular
 from emopt_jax.linalg.gram import plain_steps, row_scale
-from emopt_jax.linalg.polar import newton_schulz
+from emopt_jax.linalg.polar import check_matrices, newton_schulz, widened
 from emopt_jax.linalg.products import frobenius_norm, product, symmetric_product, transpose
 
 
@@ -43,7 +43,7 @@ def duplicated(
     The shard of the result, in the shape and dtype of x, varying over `axis`.
 
   Raises:
-    ValueError: If `axis` is no manual mesh axis here, `dim` is neither -1 nor -2, or `steps` is below 1.
+    ValueError: If `axis` is no manual mesh axis here or `dim` is neither -1 nor -2, and as `newton_schulz`.
 
   Example:
     >>> mesh, split = jax.make_mesh((1,), ('model',)), jax.P(None, 'model')
@@ -194,6 +194,7 @@ def cheapest(
 
 def _check(x: jax.Array, axis: str, dim: int) -> jax.Array:
   """Returns x, marked as varying over the axis where the `shard_map` tracks that."""
+  check_matrices(x)
   if dim not in (-1, -2):
     raise ValueError(f'dim must be -1 (columns sharded) or -2 (rows sharded), got {dim}')
   manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -204,7 +205,7 @@ def _check(x: jax.Array, axis: str, dim: int) -> jax.Array:
 
 def _start(x: jax.Array, axis: str, dim: int, coefficients: Coefficients, steps: int | None):
   """Returns the normalised y with sharded columns, its Gram matrix summed over the ranks, and the rows of the steps."""
-  y = _check(x, axis, dim).astype(jnp.promote_types(x.dtype, jnp.float32))
+  y = widened(_check(x, axis, dim))
   y = y if dim == -1 else transpose(y)
   if coefficients.rescales_rows and y.shape[-2] > y.shape[-1] * lax.axis_size(axis):
     raise ValueError(

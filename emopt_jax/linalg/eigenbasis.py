@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from emopt_jax.linalg.blocks import multiply_left, multiply_right, multiply_right_transposed, per_matrix
-from emopt_jax.linalg.factorizations import eigh
 from emopt_jax.linalg.orthonormal import LQ, lq_by_cholesky, q_by_reflections
 from emopt_jax.linalg.products import largest_magnitude, product, rows_by_rows, transpose
 from emopt_jax.linalg.replace_where import replace_where
@@ -96,63 +95,6 @@ def _by_reflections(rows: jax.Array, normalized: jax.Array, old: jax.Array) -> E
 def rayleigh_quotients(factor: Float[Array, '*batch n n'], vectors: Float[Array, '*batch n n']) -> jax.Array:
   """Returns diag(Q^T A Q)."""
   return jnp.sum(vectors * product(factor, vectors), axis=-2)
-
-
-def eigh_refresh(factor: Float[Array, '*batch n n'], eigenbasis: Eigenbasis) -> Eigenbasis:
-  """Diagonalises the factor: A = Q diag(w) Q^T.
-
-  The first time the columns are by falling eigenvalue. From then on an eigenvector that overlaps an old column by more
-  than half continues it, and the others fill the remaining columns by falling eigenvalue.
-
-  Args:
-    factor: Symmetric positive semi-definite A `[*batch, n, n]`.
-    eigenbasis: The basis whose columns are continued.
-
-  Returns:
-    The eigenbasis of the factor; not-a-number where the factor is not finite.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> start = Eigenbasis(jnp.eye(2), jnp.zeros(2))
-    >>> eigh_refresh(jnp.diag(jnp.array([1.0, 4.0])), start).values
-    Array([4., 1.], dtype=float32)
-  """
-  scale = largest_magnitude(factor)
-  values, vectors = eigh(factor / scale)
-  values, vectors = jnp.flip(values, -1) * scale[..., 0], jnp.flip(vectors, -1)
-  order = _continuing_order(eigenbasis, vectors)
-  return Eigenbasis(take_columns(vectors, order), jnp.take_along_axis(values, order, -1))
-
-
-def _continuing_order(old: Eigenbasis, vectors: jax.Array) -> Int[Array, '*batch n']:
-  """Returns which new eigenvector goes to each old column."""
-  overlap = jnp.square(product(transpose(old.vectors), vectors))
-  # At most one entry of a row and of a column exceeds 1/2, since rows and columns sum to 1. Before the first refresh
-  # (all eigenvalues zero) there is nothing to follow, and the order is that of falling eigenvalues.
-  started = jnp.any(old.values != 0, axis=-1)[..., None, None]
-  follows = (overlap > 0.5) & started
-  claimed = jnp.any(follows, axis=-1)
-  taken = jnp.any(follows, axis=-2)
-  # Free columns, ranked by their own old eigenvalue, meet free eigenvectors, which are sorted already.
-  free_columns = jnp.argsort(jnp.where(claimed, jnp.inf, -old.values), axis=-1, stable=True)
-  free_vectors = jnp.argsort(taken, axis=-1, stable=True)
-  rank = jnp.argsort(free_columns, axis=-1)
-  filler = jnp.take_along_axis(free_vectors, rank, -1)
-  return jnp.where(claimed, jnp.argmax(follows, axis=-1), filler)
-
-
-def eigh_at_start(refresh: Refresh) -> Refresh:
-  """Returns a refresh that diagonalises exactly the first time, and calls `refresh` from then on.
-
-  The first time is when the eigenvalues are all zero. Where eigenvalues coincide the first basis is arbitrary, and with
-  it the first updates; the recorded SOAP of other libraries starts so.
-  """
-
-  def refresh_after_eigh(factor: jax.Array, eigenbasis: Eigenbasis) -> Eigenbasis:
-    untouched = jnp.all(eigenbasis.values == 0, axis=-1)
-    return replace_where(untouched, eigh_refresh, factor, eigenbasis, otherwise=refresh(factor, eigenbasis))
-
-  return refresh_after_eigh
 
 
 def select(condition: jax.Array, chosen: Eigenbasis, other: Eigenbasis) -> Eigenbasis:

@@ -24,14 +24,10 @@ from emopt_jax.linalg.products import frobenius_norm, product, symmetric_product
 def row_scale(matrix: Float[Array, '*batch m m'], coefficients: Coefficients) -> jax.Array:
   """Returns what the rows of X are multiplied by before the first step, `[*batch, 1 or m, 1]`, from A = X X^T.
 
-  1 / |X|_F; for tables that rescale rows 0.8 / sqrt(sum_j |A_ij|): the bound is 1, which a matrix of rank one reaches,
-  and above 0.88 the first AOL row turns the sign round. 1 for what is zero.
+  1 / |X|_F; for tables that rescale rows `coefficients.largest` / sqrt(sum_j |A_ij|). 1 for what is zero.
   """
-  if coefficients.rescales_rows:
-    factor, squared = 0.8, jnp.sum(jnp.abs(matrix), axis=-1, keepdims=True)
-  else:
-    factor, squared = 1.0, trace(matrix)
-  return factor * lax.rsqrt(jnp.where(squared > 0, squared, 1))
+  squared = jnp.sum(jnp.abs(matrix), axis=-1, keepdims=True) if coefficients.rescales_rows else trace(matrix)
+  return coefficients.largest * lax.rsqrt(jnp.where(squared > 0, squared, 1))
 
 
 def plain_steps(

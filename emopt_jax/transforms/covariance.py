@@ -10,7 +10,8 @@ from jax.typing import ArrayLike
 
 from emopt_jax.batching import map_by_shape
 from emopt_jax.linalg.blocks import number_of_blocks, per_matrix
-from emopt_jax.linalg.eigenbasis import Eigenbases, Eigenbasis, eigh_refresh
+from emopt_jax.linalg.eigenbasis import Eigenbases, Eigenbasis
+from emopt_jax.linalg.exact_refresh import diagonalize
 from emopt_jax.linalg.factors import Factors, kl_update, kronecker_update
 from emopt_jax.linalg.products import ROOM, leaves_room_for_squares, trace
 from emopt_jax.matrices import Axes, from_stacks, single_matrices, stack_shapes, to_stacks
@@ -208,7 +209,7 @@ class _Entry(NamedTuple):
 
 def _advance_kl(factors: Factors, gradient: jax.Array, bases: Eigenbases | None, decay: jax.Array) -> Factors:
   if bases is None:
-    bases = Eigenbases(*(None if factor is None else _diagonalize(factor) for factor in factors))
+    bases = Eigenbases(*(None if factor is None else diagonalize(factor) for factor in factors))
   current = Eigenbases(
     *(
       None if factor is None or basis is None else Eigenbasis(basis.vectors, _current_values(factor, basis))
@@ -216,11 +217,6 @@ def _advance_kl(factors: Factors, gradient: jax.Array, bases: Eigenbases | None,
     )
   )
   return _balanced(kl_update(factors, gradient, current, decay=decay))
-
-
-def _diagonalize(factor: jax.Array) -> Eigenbasis:
-  identity = jnp.broadcast_to(jnp.eye(factor.shape[-1], dtype=factor.dtype), factor.shape)
-  return eigh_refresh(factor, Eigenbasis(identity, jnp.zeros(factor.shape[:-1], factor.dtype)))
 
 
 def _current_values(factor: jax.Array, basis: Eigenbasis) -> jax.Array:

@@ -71,3 +71,16 @@ def test_row_scales_of_the_sharded_side():
   for method in (gram, per_step):
     with pytest.raises(ValueError, match=r'use duplicated for shards \(32, 2\) with dim=-1\b'):
       apply(method, x, coefficients=emopt_jax.AOL)
+
+
+@pytest.mark.parametrize('method', [duplicated, gram, per_step])
+def test_what_is_no_real_floating_matrix_raises(method):
+  for x, message in (
+    (np.ones((8, 32), np.int32), r'^polar factors are of floating matrices, got int32 of shape \(8, 8\)'),
+    (np.ones((8, 32), np.complex64), r'^polar factors are of real matrices, got complex64 of shape \(8, 8\)'),
+    (np.ones(32, np.float32), r'^polar factors are of matrices .* got shape \(8,\)'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      apply(method, x)
+  with pytest.raises(ValueError, match=r'^coefficients take one row'):
+    apply(method, normal((8, 32)), coefficients=emopt_jax.Coefficients((), converges=True))

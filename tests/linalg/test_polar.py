@@ -37,6 +37,18 @@ def test_recorded(name):
   chex.assert_trees_all_close(y, case['y'], atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize(
+  'name', [name for name in references.names('ns_') if name.endswith('_wide') and '16' not in name]
+)
+def test_default_steps_are_the_recorded_ones(name):
+  """What the source of a table counts; 16 steps of `POLAR_EXPRESS` are for those who ask."""
+  case, settings = references.load(name), references.settings(name)
+  # As above.
+  chex.assert_trees_all_close(
+    newton_schulz(case['x'], coefficients=TABLES[settings['coefficients']]), case['y'], atol=2e-5, rtol=0
+  )
+
+
 def test_recorded_bfloat16():
   case = references.load('ns_bfloat16')
   y = newton_schulz(case['x'], coefficients=emopt_jax.QUINTIC, steps=5, dtype=jnp.bfloat16)
@@ -118,6 +130,40 @@ def test_rank_deficient():
   assert np.linalg.matrix_rank(polar_svd(x), tol=1e-3) == 2
 
 
+@pytest.mark.parametrize('shape', [(64, 64), (256, 256), (128, 512), (512, 128)])
+def test_svd_keeps_small_directions(shape):
+  """Singular values from 1 to 1e-5, which is 84 eps: none is noise."""
+  left, right = (np.linalg.qr(normal((n, min(shape)), n, np.float64))[0] for n in (shape[0], shape[1] + 1))
+  right = right[: shape[1]] if shape[1] == min(shape) else np.linalg.qr(right[: shape[1]])[0]
+  x = ((left * np.geomspace(1, 1e-5, min(shape))) @ right.T).astype(np.float32)
+  difference = polar_svd(x) - oracles.polar(x)
+  # LAPACK's backward error of at most eps of the largest singular value, over twice the smallest: 1/168 in the spectral
+  # norm, and less than a tenth of that in any entry. A direction that is left out makes 1.
+  assert np.linalg.norm(difference, 2) < 6e-3
+  assert np.abs(difference).max() < 1e-3
+
+
+@pytest.mark.parametrize('shape', [(16, 16), (128, 128), (300, 48), (128, 512), (512, 512), (2, 3000)])
+def test_svd_leaves_out_what_is_rounding(shape):
+  """Products of rank r whose entries are rounded, and small integers, which are not: the partial isometry of rank r."""
+  compiled = jax.jit(polar_svd)
+  for rank in [rank for rank in (1, 3, 8) if rank < min(shape)]:
+    left, right = normal((shape[0], rank), 1, np.float64), normal((rank, shape[1]), 2, np.float64)
+    for x in (left @ right, np.floor(2 + left) @ np.floor(2 + right)):
+      y = np.asarray(compiled(np.float32(x)))
+      u, s, vt = np.linalg.svd(x, full_matrices=False)
+      assert s[rank - 1] > 1e-3 * s[0]
+      # At most 100 eps of the largest singular value, over one of a thousandth of it, in an entry.
+      chex.assert_trees_all_close(y, np.float32(u[:, :rank] @ vt[:rank]), atol=1e-4)
+      # The singular values are 1 and 0 to the rounding of U and V.
+      chex.assert_trees_all_close(np.linalg.svd(y, compute_uv=False), np.arange(min(shape)) < rank, atol=1e-4)
+
+
+def test_svd_of_ones():
+  """LAPACK's second singular value is 35 eps of the first: its backward error, which is in the first vectors too."""
+  chex.assert_trees_all_close(polar_svd(np.ones((2, 3000), np.float32)), np.full((2, 3000), 6000**-0.5), atol=4e-6)
+
+
 def test_thin_zero_rows_and_columns_stay_zero():
   x = normal((6, 10))
   x[2], x[:, 7] = 0, 0
@@ -141,3 +187,50 @@ def test_one_trace_and_jit_changes_nothing(jit):
 def test_steps_below_one_raise():
   with pytest.raises(ValueError, match=r'^steps must be at least 1, got 0$'):
     newton_schulz(jnp.eye(2), steps=0)
+
+
+METHODS = [newton_schulz, polar_svd]
+
+
+@pytest.mark.parametrize('method', METHODS)
+def test_what_is_no_real_floating_matrix_raises(method):
+  for x, message in (
+    (jnp.ones(3), r'^polar factors are of matrices .* got shape \(3,\): a vector v is the row v\[None\]$'),
+    (jnp.ones(()), r'^polar factors are of matrices .* got shape \(\)'),
+    (
+      1j * jnp.ones((2, 3)),
+      r'^polar factors are of real matrices, got complex64 of shape \(2, 3\): give \[\[real, -imag\]',
+    ),
+    (jnp.ones((2, 3), jnp.int32), r'^polar factors are of floating matrices, got int32 of shape \(2, 3\): cast it'),
+    (jnp.ones((2, 3), bool), r'^polar factors are of floating matrices, got bool of shape \(2, 3\): cast it'),
+    (jnp.ones((0, 3), jnp.int32), r'^polar factors are of floating matrices, got int32'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      method(x)
+
+
+def test_complex_matrices_as_real_ones():
+  """The mend that the error names: the blocks of the result are the polar factor of the complex matrix."""
+  x = normal((4, 6)) + 1j * normal((4, 6), 1)
+  y = polar_svd(np.block([[x.real, -x.imag], [x.imag, x.real]]))
+  u, _, vt = np.linalg.svd(x, full_matrices=False)
+  # Float32 SVD.
+  chex.assert_trees_all_close(y[:4, :6] + 1j * y[4:, :6], np.complex64(u @ vt), atol=1e-5)
+
+
+@pytest.mark.parametrize('shape', [(0, 3, 4), (3, 0), (0, 3), (2, 0, 4), (0, 0)])
+@pytest.mark.parametrize('method', METHODS)
+def test_nothing_gives_nothing(method, shape):
+  for dtype in (jnp.float32, jnp.bfloat16):
+    y = method(jnp.zeros(shape, dtype))
+    assert y.shape == shape and y.dtype == dtype
+
+
+@pytest.mark.parametrize('dtype', [jnp.float8_e4m3fn, jnp.float8_e5m2])
+@pytest.mark.parametrize('method', METHODS)
+def test_eight_bits_compute_wide_and_return_their_dtype(method, dtype):
+  x = jnp.asarray(normal((8, 20))).astype(dtype)
+  y = method(x)
+  assert y.dtype == dtype
+  # One rounding of the wide result at the very end, which may fall on the other side of a tie.
+  chex.assert_trees_all_close(y.astype(jnp.float32), method(x.astype(jnp.float32)).astype(dtype).astype(jnp.float32))

@@ -86,6 +86,17 @@ def test_update_rms_is_that_asked_for(make, shape):
   assert np.sqrt(np.mean(np.square(updates))) == pytest.approx(0.2, rel=2e-3)
 
 
+@pytest.mark.parametrize('name', ['KELLER_JORDAN', 'QUINTIC', 'POLAR_EXPRESS', 'CANS', 'AOL', 'DEEPSEEK_V4', 'CUBIC5'])
+def test_every_table_has_the_update_size_by_default(name):
+  """Without a number of steps a table takes as many as singular values need to come near 1."""
+  method = functools.partial(emopt_jax.newton_schulz, coefficients=getattr(emopt_jax, name))
+  optimizer = muon(1.0, method=method, rms=0.2, weight_decay=0.0)
+  gradient = normal(24, 40)
+  updates, _ = optimizer.update(gradient, optimizer.init(gradient), gradient)
+  # Singular values of such a gradient, above 0.05 of its norm, end within 0.7 and 1.3.
+  assert 0.16 < np.sqrt(np.mean(np.square(updates))) < 0.24
+
+
 @pytest.mark.parametrize('c', [1e-30, 1e-20, 1e-10, 1e20])
 def test_scale_of_the_gradient_does_not_matter(c):
   """Fault 1, through the whole recipe."""
